@@ -1,0 +1,255 @@
+"""The job, as one frozen tree. The only home of defaults; unknown keys are refused.
+
+A job is a YAML file and `key=value` overrides, merged by OmegaConf (so `${oc.env:HOME}` works) and checked by pydantic.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import pydantic
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BeforeValidator, ByteSize, ConfigDict, Field, NonNegativeInt, PositiveInt
+
+from ray_extract.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class _Section(pydantic.BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """The target model: where its weights are and how they are read."""
+
+    path: str
+    """Folder of a Hugging Face checkpoint, present on every node (or a hub name where a hub can be reached)."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; the model's own when absent. Not needed for `input_ids` data sets."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Type of weights and activations, so of the stored states; `auto` is the checkpoint's own."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """`dummy` gives random weights, for measuring speed only."""
+    quantization: str | None = None
+    """SGLang's quantization method, when the checkpoint does not name it."""
+    trust_remote_code: bool = False
+    """Run Python code that the checkpoint ships."""
+
+
+class FieldNames(_Section):
+    """Names of the fields in the input records; the first one that a record has decides its kind."""
+
+    messages: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ("messages", "conversations")
+    """Conversations, in OpenAI (`role`, `content`) or ShareGPT (`from`, `value`) spelling."""
+    text: str = "text"
+    """Plain text; every token is supervised."""
+    input_ids: str = "input_ids"
+    """Ready token ids."""
+    loss_mask: str = "loss_mask"
+    """0 or 1 for each ready token id; all 1 when absent."""
+
+
+class DatasetConfig(_Section):
+    """Where the prompts come from and how they become token ids."""
+
+    paths: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(min_length=1)
+    """Files or globs, local or fsspec URLs, read in this order (globs sorted)."""
+    format: Literal["auto", "jsonl", "parquet"] = "auto"
+    """`auto` decides by the file's ending."""
+    fields: FieldNames = FieldNames()
+    """Field names of the input records."""
+    chat_template: str | None = None
+    """A Jinja file to use in place of the tokenizer's chat template."""
+    mask: Literal["assistant", "last_assistant", "all"] = "assistant"
+    """Which tokens of a conversation are supervised (loss mask 1)."""
+    max_tokens: PositiveInt | None = None
+    """Longest row in tokens; the model's own context length when absent."""
+    overlong: Literal["skip", "truncate"] = "skip"
+    """What to do with longer rows; truncation cuts the end, after masking."""
+    limit: PositiveInt | None = None
+    """Read only this many records."""
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Passed to fsspec; prefer the environment for credentials."""
+
+
+class EngineConfig(_Section):
+    """The engines: how many, on what, with which SGLang options."""
+
+    kind: Literal["sglang", "simulated"] = "sglang"
+    """`simulated` writes made-up states without a model; it proves nothing about capture."""
+    count: PositiveInt = 1
+    """Engines, each in its own Ray actor."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """`cpu` is for trying things out and for tests."""
+    tp_size: PositiveInt = 1
+    """GPUs that share one copy of the model."""
+    dp_size: PositiveInt = 1
+    """Data-parallel schedulers of one engine."""
+    enable_dp_attention: bool = False
+    """Data parallelism in the attention only (DeepSeek, Kimi); then dp_size divides tp_size."""
+    gpus: NonNegativeInt | None = None
+    """GPUs that an actor asks Ray for; tp_size x dp_size when absent (tp_size with DP attention), 0 on the CPU."""
+    cpus: float = Field(default=1.0, ge=0)
+    """CPUs that an actor asks Ray for."""
+    chunked_prefill_size: PositiveInt = 8192
+    """Most tokens in one forward pass."""
+    context_length: PositiveInt | None = None
+    """SGLang's context length; the model's own when absent."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of sglang.Engine; those that would break capture are refused by name."""
+    env: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Environment variables of the engine's processes."""
+    start_timeout_s: float = Field(default=1800, gt=0)
+    """Give up on an engine that is not ready after this many seconds."""
+    stall_timeout_s: float = Field(default=600, gt=0)
+    """Restart an engine that has rows in flight but captures no token for this many seconds."""
+
+
+class CaptureConfig(_Section):
+    """Which states are stored. A boundary b is the residual stream that enters layer b."""
+
+    boundaries: Literal["eagle3"] | tuple[PositiveInt, ...] = "eagle3"
+    """Boundaries to store, ascending; `eagle3` is {2, N//2, N-3} for N layers."""
+    final: bool = True
+    """Also store what enters the LM head: the last state after the final norm."""
+    keep: Literal["all", "supervised"] = "all"
+    """Store the states of every token, or only of those whose loss mask is 1."""
+    check: Literal["all", "sample", "off"] = "all"
+    """Recompute the digests of every row, of one row in sixteen, or of none, before a shard is uploaded."""
+
+
+class OutputConfig(_Section):
+    """Where the shards go and how they look."""
+
+    url: str
+    """A folder, or an object-store URL (`s3://bucket/prefix`). One run, one prefix."""
+    format: Literal["parquet", "raw"] = "parquet"
+    """`raw` is one safetensors file a shard, uploaded as it lies in memory; Parquet is for readers everywhere."""
+    shard_bytes: ByteSize = ByteSize(1 * GIB)
+    """States in one shard, about; a larger row gets a shard of its own."""
+    max_rows: PositiveInt = 8192
+    """Most rows in one shard."""
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Options of the store (for S3: endpoint, region ...); prefer the environment for credentials."""
+    accept_weak_create: bool = False
+    """Run on a store that ignores create-if-absent, at the risk of two drivers committing the same unit."""
+
+
+class RunConfig(_Section):
+    """How the driver behaves."""
+
+    address: str | None = None
+    """Ray's address; absent means the running cluster if there is one, else a local one."""
+    units_in_flight: int = Field(default=2, ge=2)
+    """Units an engine holds at once: one being extracted, the others flushing or waiting."""
+    arena_bytes: ByteSize | None = None
+    """Shared memory of each engine for shard images; what units_in_flight + 1 of the largest units need when absent."""
+    max_attempts: PositiveInt = 3
+    """Attempts at a unit whose engine, actor or node dies, before the run stops."""
+    max_engine_deaths: PositiveInt = 2
+    """Deaths of its engine that a row survives before it is recorded as failed."""
+    max_failed_rows: NonNegativeInt = 0
+    """Failed rows that still count as success (exit code 0)."""
+    drain_s: float = Field(default=60, ge=0)
+    """After SIGTERM or SIGINT, wait this long for units in flight to be committed."""
+    progress_s: float = Field(default=5, gt=0)
+    """Seconds between progress lines."""
+
+
+class Job(_Section):
+    """A whole job."""
+
+    model: ModelConfig
+    dataset: DatasetConfig
+    engine: EngineConfig = EngineConfig()
+    capture: CaptureConfig = CaptureConfig()
+    output: OutputConfig
+    run: RunConfig = RunConfig()
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> "Job":
+        bounds = self.capture.boundaries
+        if bounds != "eagle3" and list(bounds) != sorted(set(bounds)):
+            raise ValueError(f"capture.boundaries = {list(bounds)}: must ascend without repeats, as they are stored")
+        if bounds == () and not self.capture.final:
+            raise ValueError("capture: no boundaries and final = false leave nothing to store")
+        if self.engine.enable_dp_attention and self.engine.tp_size % self.engine.dp_size:
+            raise ValueError(
+                f"engine.dp_size = {self.engine.dp_size}: must divide tp_size = {self.engine.tp_size} with DP attention"
+            )
+        return self
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one engine's actor asks for."""
+        engine = self.engine
+        if engine.gpus is not None:
+            return engine.gpus
+        if engine.device == "cpu":
+            return 0
+        return engine.tp_size if engine.enable_dp_attention else engine.tp_size * engine.dp_size
+
+
+def load_job(path: str | Path | None, overrides: list[str] | tuple[str, ...] = ()) -> Job:
+    """Read a job file, apply `key=value` overrides, and check the result.
+
+    Raises:
+        ConfigError: one line for each wrong field: its name, its value and the way out.
+    """
+    where = str(path) if path else "command line"
+    try:
+        base = OmegaConf.load(path) if path else OmegaConf.create({})
+        for item in overrides:
+            if "=" not in item.lstrip("="):
+                raise ConfigError(f"{item!r}: an override looks like section.key=value")
+        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+        tree = OmegaConf.to_container(merged, resolve=True)
+    except FileNotFoundError:
+        raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # the YAML parser's family is not part of OmegaConf's interface
+        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{where}: a job is a mapping with the sections {', '.join(Job.model_fields)}")
+    try:
+        return Job.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_explain(e)}" for e in error.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    loc = [str(part) for part in error["loc"]]
+    # Union members appear in the location as the type's name; they are no part of the user's key.
+    name = ".".join(part for part in loc if not part.startswith(("literal[", "tuple[", "function-")))
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(loc[:-1])
+        close = difflib.get_close_matches(loc[-1], known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+        return f"{name}: no such key; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    if not name:
+        return message
+    shown = "" if {"storage_options", "env"} & set(loc) else f" = {error['input']!r}"
+    return f"{name}{shown}: {message[0].lower()}{message[1:]}"
+
+
+def _known_keys(loc: list[str]) -> list[str]:
+    model: type[pydantic.BaseModel] = Job
+    for part in loc:
+        annotation = model.model_fields[part].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, pydantic.BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,118 @@
+"""The errors of ray_extract, as one tree. Each class says what the caller should do: retry, skip or stop.
+
+RayExtractError
+├── ConfigError            stop   a wrong key, value or path in the job (exit code 2)
+├── DatasetError           stop   the input cannot be read at all (one bad row is data, not an error)
+├── PlanError              stop   the job cannot be planned (a row larger than half the arena, no usable row)
+├── IdentityMismatch       stop   the output belongs to another run
+├── StoreError             retry  the object store failed in a way that may pass
+│   ├── AlreadyExists      skip   create-if-absent lost: somebody else wrote this key
+│   ├── NotFound           stop   the object, bucket or folder does not exist
+│   ├── AccessDenied       stop   credentials are missing, wrong or expired
+│   └── OutOfSpace         stop   the disk or quota is full
+├── ArenaError             stop   /dev/shm is too small, or the control file is not ours
+├── CaptureRefused         stop   this engine, model or option cannot be captured correctly
+├── EngineError            retry  the engine did not start, or rejected a request
+│   └── EngineDied         retry  a process of the engine is gone; rows in flight are lost, nothing else
+├── ShardError             stop   a shard's bytes do not say what they should
+└── Drained                stop   the run was asked to stop and did so cleanly; run again to resume (exit code 4)
+"""
+
+import enum
+
+
+class Verdict(enum.Enum):
+    """What the caller of a failed operation should do."""
+
+    RETRY = "retry"
+    SKIP = "skip"
+    STOP = "stop"
+
+
+class RayExtractError(Exception):
+    """Base of all errors raised on purpose. The message names the thing, its value and the way out."""
+
+    verdict = Verdict.STOP
+    exit_code = 1
+
+
+class ConfigError(RayExtractError):
+    """A wrong key, value or path in the job file or on the command line."""
+
+    exit_code = 2
+
+
+class DatasetError(RayExtractError):
+    """The data set as a whole cannot be read."""
+
+    exit_code = 2
+
+
+class PlanError(RayExtractError):
+    """The rows cannot be planned into units under this configuration."""
+
+    exit_code = 2
+
+
+class IdentityMismatch(RayExtractError):  # noqa: N818 - it reads as what happened
+    """The output prefix holds a run with another identity."""
+
+    exit_code = 2
+
+
+class StoreError(RayExtractError):
+    """The object store failed in a way that may pass."""
+
+    verdict = Verdict.RETRY
+
+
+class AlreadyExists(StoreError):  # noqa: N818
+    """Create-if-absent found an object under this key."""
+
+    verdict = Verdict.SKIP
+
+
+class NotFound(StoreError):  # noqa: N818
+    """No such object, bucket or folder."""
+
+    verdict = Verdict.STOP
+
+
+class AccessDenied(StoreError):  # noqa: N818
+    """The store refused these credentials."""
+
+    verdict = Verdict.STOP
+
+
+class OutOfSpace(StoreError):  # noqa: N818
+    """The disk or the quota behind the store is full."""
+
+    verdict = Verdict.STOP
+
+
+class ArenaError(RayExtractError):
+    """The shared-memory arena cannot be made or used."""
+
+
+class CaptureRefused(RayExtractError):  # noqa: N818
+    """The engine, the model or an option would not give correct states, so nothing is served."""
+
+
+class EngineError(RayExtractError):
+    """The engine failed to start or to answer."""
+
+    verdict = Verdict.RETRY
+
+
+class EngineDied(EngineError):  # noqa: N818
+    """A process of the engine is gone."""
+
+
+class ShardError(RayExtractError):
+    """A shard is truncated, altered, or not what the manifest says."""
+
+
+class Drained(RayExtractError):  # noqa: N818
+    """The run stopped on request with everything finished committed."""
+
+    exit_code = 4

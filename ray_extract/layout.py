@@ -1,0 +1,88 @@
+"""Names: object keys under the output prefix, /dev/shm folders and request ids. Pure functions.
+
+Everything that must sort is zero-padded, since object stores and loaders sort keys as strings.
+"""
+
+import dataclasses
+import re
+
+RUN_KEY = "run.json"
+PLAN_KEY = "plan/plan.json"
+UNITS_KEY = "plan/units.parquet"
+PROGRESS_KEY = "progress.json"
+SUCCESS_KEY = "_SUCCESS"
+SHARDS_PREFIX = "shards/"
+COMMITS_PREFIX = "commits/"
+
+SHM_PREFIX = "ray_extract-"
+EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
+
+_MANIFEST = re.compile(r"^manifest-(\d{6})\.parquet$")
+_RID = re.compile(r"^rx1\.([0-9a-z]+)\.(\d{4})\.(\d{6,})\.(\d{8})\.(\d{2})\.$")
+
+
+def rows_key(part: int) -> str:
+    """Key of one part of the prepared rows."""
+    return f"plan/rows-{part:06d}.parquet"
+
+
+def unit_id(number: int) -> str:
+    """Identifier of a planned unit; its children after a split append `.0`, `.1`."""
+    return f"u{number:08d}"
+
+
+def shard_key(unit: str, attempt: str, fmt: str) -> str:
+    """Key of the shard that one attempt at a unit writes."""
+    return f"{SHARDS_PREFIX}{unit}.{attempt}.{EXTENSIONS[fmt]}"
+
+
+def commit_key(unit: str) -> str:
+    """Key of the only commit point of a unit."""
+    return f"{COMMITS_PREFIX}{unit}.json"
+
+
+def unit_of_commit(key: str) -> str:
+    """Inverse of commit_key."""
+    return key.removeprefix(COMMITS_PREFIX).removesuffix(".json")
+
+
+def manifest_key(number: int) -> str:
+    """Key of the manifest with this number; manifests are never overwritten."""
+    return f"manifest-{number:06d}.parquet"
+
+
+def manifest_number(key: str) -> int | None:
+    """The number in a manifest's key, or None if the key is no manifest."""
+    match = _MANIFEST.match(key)
+    return int(match[1]) if match else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestId:
+    """What a request's id says: which row of which generation of which extent it fills.
+
+    The text form has fixed width and ends in a dot, because SGLang matches the ids of aborts by prefix.
+    """
+
+    nonce: str
+    slot: int
+    generation: int
+    row: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{extent_prefix(self.nonce, self.slot, self.generation)}{self.row:08d}.{self.attempt % 100:02d}."
+
+
+def extent_prefix(nonce: str, slot: int, generation: int) -> str:
+    """The common prefix of the ids of all rows of one generation of an extent."""
+    return f"rx1.{nonce}.{slot:04d}.{generation:06d}."
+
+
+def parse_rid(rid: str) -> RequestId | None:
+    """Parse a request id; None for ids that are not ours (warm-up, health checks, other clients)."""
+    match = _RID.match(rid)
+    if match is None:
+        return None
+    nonce, slot, generation, row, attempt = match.groups()
+    return RequestId(nonce, int(slot), int(generation), int(row), int(attempt))

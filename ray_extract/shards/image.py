@@ -1,0 +1,295 @@
+"""The image of a shard: every byte's place, known before the engine runs.
+
+An image is a safetensors file (format: https://github.com/huggingface/safetensors#format): an 8-byte little-endian
+header length, a JSON header, then tensors without holes. The raw shard is the image as it is; the Parquet shard is
+written from it.
+
+With R rows, N prompt tokens, T stored tokens, K states and S kept spans:
+
+    cu_seqlens  i64 [R+1]     row r has prompt tokens cu_seqlens[r] .. cu_seqlens[r+1]
+    cu_kept     i64 [R+1]     row r has stored tokens cu_kept[r] .. cu_kept[r+1]
+    cu_spans    i64 [R+1]     row r has spans cu_spans[r] .. cu_spans[r+1]
+    spans       i64 [S, 2]    stored prompt positions [start, end) of a row, ascending; one whole span for `keep: all`
+    row         i64 [R]       index in the prepared data set
+    digest      u64 [R, 1+K]  column 0: token ids; then one for each state (capture.digest)
+    sumsq       f64 [R, K]    sum of squares
+    amax        f32 [R, K]    largest magnitude
+    nonfinite   i32 [R, K]    NaN and infinite values
+    zero        i32 [R, K]    stored tokens whose state is all zero
+    input_ids   i32 [N]
+    loss_mask   u8  [N]
+    status      u8  [R]       records.RowStatus
+    _pad.<i>    u8            so that each state starts on a page of 4096 bytes
+    state.<b>   [T, H]        one for each boundary b, ascending; then `state.final`
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+PAGE = 4096
+FORMAT_VERSION = "1"
+
+NUMPY_DTYPES = {
+    "I64": np.int64,
+    "U64": np.uint64,
+    "F64": np.float64,
+    "F32": np.float32,
+    "I32": np.int32,
+    "U8": np.uint8,
+}
+ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U8": 1}
+TORCH_TO_CODE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Column:
+    """One stored value for each kept token.
+
+    Args:
+        name: the tensor's name, `state.<boundary>` or `state.final`.
+        dtype: safetensors code, such as BF16.
+        width: elements a token.
+    """
+
+    name: str
+    dtype: str
+    width: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes a token."""
+        return self.width * ITEMSIZE[self.dtype]
+
+
+def state_columns(boundaries: Sequence[int], final: bool, dtype: str, hidden: int) -> tuple[Column, ...]:
+    """The columns of a capture: boundaries ascending, then the final state."""
+    names = [f"state.{b}" for b in boundaries] + (["state.final"] if final else [])
+    return tuple(Column(name, dtype, hidden) for name in names)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowTable:
+    """The rows of one image, flat.
+
+    Args:
+        row: i64 [R], index in the prepared data set.
+        cu_seqlens, cu_kept, cu_spans: i64 [R+1].
+        spans: i64 [S, 2].
+        input_ids: i32 [N].
+        loss_mask: u8 [N].
+    """
+
+    row: npt.NDArray[np.int64]
+    cu_seqlens: npt.NDArray[np.int64]
+    cu_kept: npt.NDArray[np.int64]
+    cu_spans: npt.NDArray[np.int64]
+    spans: npt.NDArray[np.int64]
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def num_kept(self) -> int:
+        """Stored tokens of all rows."""
+        return int(self.cu_kept[-1])
+
+
+def mask_spans(mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Maximal runs of ones in a mask; i64 [S, 2] of [start, end)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], (mask != 0).astype(np.int8), [0]))))
+    return edges.reshape(-1, 2).astype(np.int64)
+
+
+def row_table(
+    rows: Sequence[int],
+    input_ids: Sequence[npt.NDArray[np.int32]],
+    loss_masks: Sequence[npt.NDArray[np.uint8]],
+    keep: str = "all",
+) -> RowTable:
+    """Flatten rows into a table.
+
+    Args:
+        rows: indices in the prepared data set, R of them.
+        input_ids: i32 [n_r] for each row, n_r >= 1.
+        loss_masks: u8 [n_r] for each row.
+        keep: `all`, or `supervised` for the tokens whose mask is 1.
+    """
+    lengths = [len(ids) for ids in input_ids]
+    if keep == "all":
+        spans = [np.array([[0, n]], dtype=np.int64) for n in lengths]
+    else:
+        spans = [mask_spans(mask) for mask in loss_masks]
+    kept = [int((s[:, 1] - s[:, 0]).sum()) for s in spans]
+    return RowTable(
+        row=np.asarray(rows, dtype=np.int64),
+        cu_seqlens=_cumulative(lengths),
+        cu_kept=_cumulative(kept),
+        cu_spans=_cumulative([len(s) for s in spans]),
+        spans=np.concatenate([*spans, np.empty((0, 2), np.int64)]),
+        input_ids=np.concatenate([*input_ids, np.empty(0, np.int32)]).astype(np.int32, copy=False),
+        loss_mask=np.concatenate([*loss_masks, np.empty(0, np.uint8)]).astype(np.uint8, copy=False),
+    )
+
+
+def _cumulative(counts: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum(np.asarray(counts, dtype=np.int64)))).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor's place: `offset` counts from the start of the image."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImageLayout:
+    """Where everything of one image lies; made by lay_out or read back by parse_layout.
+
+    Args:
+        header: the first bytes of the image, header length included.
+        tensors: by name, in file order.
+        nbytes: the whole image.
+        metadata: the header's `__metadata__`.
+    """
+
+    header: bytes
+    tensors: dict[str, Tensor]
+    nbytes: int
+    metadata: dict[str, str]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """The state columns, in order."""
+        return tuple(Column(t.name, t.dtype, t.shape[1]) for t in self.tensors.values() if t.name.startswith("state."))
+
+    @property
+    def states_offset(self) -> int:
+        """Where the first state starts; everything before it, header and pads between states are `other bytes`."""
+        return min(self.tensors[c.name].offset for c in self.columns)
+
+    def small(self, buffer: memoryview, name: str) -> npt.NDArray[np.generic]:
+        """A writable NumPy view of a tensor that is not a state."""
+        t = self.tensors[name]
+        raw = np.frombuffer(buffer, dtype=NUMPY_DTYPES[t.dtype], count=t.nbytes // ITEMSIZE[t.dtype], offset=t.offset)
+        return raw.reshape(t.shape)
+
+    def state_bytes(self, buffer: memoryview, column: Column) -> npt.NDArray[np.uint8]:
+        """The bytes of a state; u8 [T, token_bytes]."""
+        t = self.tensors[column.name]
+        raw = np.frombuffer(buffer, dtype=np.uint8, count=t.nbytes, offset=t.offset)
+        return raw.reshape(t.shape[0], column.token_bytes)
+
+    def other_bytes(self, buffer: memoryview) -> Iterator[memoryview]:
+        """Every byte of the image that is not a state, in file order."""
+        at = 0
+        for column in self.columns:
+            t = self.tensors[column.name]
+            yield buffer[at : t.offset]
+            at = t.offset + t.nbytes
+        yield buffer[at : self.nbytes]
+
+
+def lay_out(table: RowTable, columns: Sequence[Column], metadata: dict[str, str]) -> ImageLayout:
+    """Decide every byte's place. Pure; the same arguments give the same image.
+
+    Raises:
+        ValueError: a column's bytes a token are not divisible by 8, which the digest and alignment need.
+    """
+    for column in columns:
+        if column.token_bytes % 8:
+            raise ValueError(f"{column.name}: {column.token_bytes} bytes a token; must be divisible by 8")
+    rows, tokens, kept, states = len(table), len(table.input_ids), table.num_kept, len(columns)
+    shapes: list[tuple[str, str, tuple[int, ...]]] = [
+        ("cu_seqlens", "I64", (rows + 1,)),
+        ("cu_kept", "I64", (rows + 1,)),
+        ("cu_spans", "I64", (rows + 1,)),
+        ("spans", "I64", (len(table.spans), 2)),
+        ("row", "I64", (rows,)),
+        ("digest", "U64", (rows, 1 + states)),
+        ("sumsq", "F64", (rows, states)),
+        ("amax", "F32", (rows, states)),
+        ("nonfinite", "I32", (rows, states)),
+        ("zero", "I32", (rows, states)),
+        ("input_ids", "I32", (tokens,)),
+        ("loss_mask", "U8", (tokens,)),
+        ("status", "U8", (rows,)),
+    ]
+    metadata = {"format": "ray_extract", "version": FORMAT_VERSION, **metadata}
+    # Pads depend on the header's length and the header on the pads' digits. So the header gets a fixed allowance.
+    allowance = _round_up(len(json.dumps(metadata)) + 96 * (len(shapes) + 2 * states) + 256, 8)
+    body = 8 + allowance
+    placed: list[Tensor] = []
+    at = body
+    for name, dtype, shape in shapes:
+        nbytes = int(np.prod(shape)) * ITEMSIZE[dtype]
+        placed.append(Tensor(name, dtype, shape, at, nbytes))
+        at += nbytes
+    for i, column in enumerate(columns):
+        pad = _round_up(at, PAGE) - at
+        placed.append(Tensor(f"_pad.{i}", "U8", (pad,), at, pad))
+        at += pad
+        nbytes = kept * column.token_bytes
+        placed.append(Tensor(column.name, column.dtype, (kept, column.width), at, nbytes))
+        at += nbytes
+    tree: dict[str, object] = {"__metadata__": metadata}
+    for t in placed:
+        tree[t.name] = {
+            "dtype": t.dtype,
+            "shape": t.shape,
+            "data_offsets": [t.offset - body, t.offset + t.nbytes - body],
+        }
+    text = json.dumps(tree, separators=(",", ":")).encode()
+    if len(text) > allowance:
+        raise AssertionError(f"header of {len(text)} bytes exceeds its allowance of {allowance}")
+    header = allowance.to_bytes(8, "little") + text.ljust(allowance)
+    return ImageLayout(header, {t.name: t for t in placed}, at, metadata)
+
+
+def parse_layout(head: bytes) -> ImageLayout:
+    """Read a layout from the first bytes of an image; `head` must hold the whole header.
+
+    Raises:
+        ValueError: not one of our images, or of another version.
+    """
+    length = int.from_bytes(head[:8], "little")
+    try:
+        tree = json.loads(head[8 : 8 + length])
+        metadata = dict(tree.pop("__metadata__"))
+    except (UnicodeDecodeError, ValueError, KeyError, AttributeError, TypeError):
+        raise ValueError("not a safetensors file with metadata") from None
+    if metadata.get("format") != "ray_extract" or metadata.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"format {metadata.get('format')!r} version {metadata.get('version')!r}; this release reads "
+            f"ray_extract version {FORMAT_VERSION}"
+        )
+    body = 8 + length
+    tensors: dict[str, Tensor] = {}
+    for name, entry in sorted(tree.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+        start, end = entry["data_offsets"]
+        tensors[name] = Tensor(name, entry["dtype"], tuple(entry["shape"]), body + start, end - start)
+    nbytes = max((t.offset + t.nbytes for t in tensors.values()), default=body)
+    return ImageLayout(bytes(head[:body]), tensors, nbytes, metadata)
+
+
+def write_table(layout: ImageLayout, table: RowTable, buffer: memoryview) -> None:
+    """Write the header and the row table into an image and zero everything else that is not a state."""
+    for part in layout.other_bytes(buffer):
+        np.frombuffer(part, dtype=np.uint8)[:] = 0
+    buffer[: len(layout.header)] = layout.header
+    for name in ("cu_seqlens", "cu_kept", "cu_spans", "spans", "row", "input_ids", "loss_mask"):
+        layout.small(buffer, name)[...] = getattr(table, name)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
