@@ -105,6 +105,8 @@ class EngineConfig(_Section):
     """More arguments of sglang.Engine; those that would break capture are refused by name."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Environment variables of the engine's processes."""
+    allow_untested_sglang: bool = False
+    """Run on a version of SGLang that the truth tests have not seen."""
     start_timeout_s: float = Field(default=1800, gt=0)
     """Give up on an engine that is not ready after this many seconds."""
     stall_timeout_s: float = Field(default=600, gt=0)
@@ -239,7 +241,7 @@ def _explain(error: Any) -> str:
         close = difflib.get_close_matches(loc[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
         return f"{name}: no such key; {hint}"
-    message = error["msg"].removeprefix("Value error, ")
+    message = str(error["msg"]).removeprefix("Value error, ")
     if not name:
         return message
     shown = "" if {"storage_options", "env"} & set(loc) else f" = {error['input']!r}"

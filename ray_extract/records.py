@@ -94,7 +94,7 @@ class Receipt:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready form; digests are base64, since 8192 rows of five numbers are 440 KB so and 800 KB in decimal."""
+        """A JSON-ready form; digests are base64: 440 KB for 8192 rows of five numbers, against 800 KB in decimal."""
         record = dataclasses.asdict(self)
         record["version"] = RECORD_VERSION
         record["failures"] = [[f.row, f.status.name.lower(), f.reason] for f in self.failures]

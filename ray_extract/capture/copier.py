@@ -1,0 +1,164 @@
+"""How states leave the device: a plain copy on the CPU, a side stream on CUDA."""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ray_extract.capture.arena import AttachedArena
+from ray_extract.capture.digest import digest_ids, digest_tokens
+from ray_extract.capture.writer import Sums, Ticket, Work
+
+logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def map_states(arena: AttachedArena) -> torch.Tensor:
+    """The whole data file as a tensor of the states' dtype; element offsets are byte offsets / itemsize."""
+    return torch.frombuffer(arena.data, dtype=TORCH_DTYPES[arena.spec.dtype])
+
+
+def _check_states(states: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    for state in states:
+        if state.dtype is not dtype:
+            raise TypeError(f"a state of {state.dtype}; the arena holds {dtype}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Done:
+    sums: Sums
+
+    def wait(self) -> Sums:
+        return self.sums
+
+
+class CpuCopier:
+    """Copies and digests at once, with NumPy: the reference for the CUDA path."""
+
+    def __init__(self, arena: AttachedArena) -> None:
+        self._hidden = arena.spec.hidden
+        self._data = map_states(arena)
+
+    def issue(
+        self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> Ticket:
+        """See writer.Copier."""
+        hidden, itemsize = self._hidden, self._data.element_size()
+        _check_states(states, self._data.dtype)
+        for run in work.runs:
+            for k, state in enumerate(states):
+                at = int(bases[run.slot, k]) // itemsize + run.target * hidden
+                target = self._data[at : at + run.count * hidden].view(run.count, hidden)
+                target.copy_(state[run.source : run.source + run.count])
+        ids = input_ids[: work.num_tokens].numpy().astype(np.int32)
+        return _Done(self._sums(work, ids, states))
+
+    def _sums(self, work: Work, ids: npt.NDArray[np.int32], states: Sequence[torch.Tensor]) -> Sums:
+        entries, k = len(work.entries), len(states)
+        sums = Sums(
+            digest=np.zeros((entries, 1 + k), np.uint64),
+            sumsq=np.zeros((entries, k), np.float64),
+            amax=np.zeros((entries, k), np.float32),
+            nonfinite=np.zeros((entries, k), np.int32),
+            zero=np.zeros((entries, k), np.int32),
+        )
+        with np.errstate(over="ignore"):
+            for i, entry in enumerate(work.entries):
+                sums.digest[i, 0] = digest_ids(ids[entry.source : entry.source + entry.count], entry.position)
+                for source, kept, count in entry.pieces:
+                    for j, state in enumerate(states):
+                        tokens = state[source : source + count].contiguous()
+                        raw = tokens.view(torch.uint8).numpy()
+                        sums.digest[i, 1 + j] += np.uint64(digest_tokens(raw, kept))
+                        values = tokens.float()
+                        finite = torch.isfinite(values)
+                        values = torch.where(finite, values, 0.0)
+                        sums.amax[i, j] = max(float(sums.amax[i, j]), float(values.abs().max()))
+                        sums.sumsq[i, j] += float(values.double().square().sum())
+                        sums.nonfinite[i, j] += int((~finite).sum())
+                        sums.zero[i, j] += int((finite & (values == 0)).all(dim=1).sum())
+        return sums
+
+
+class CudaCopier:
+    """Copies on a side stream into registered host memory, digests by one fused kernel a state.
+
+    The side stream waits for the forward stream where issue() is called, so the forward pass goes on meanwhile. The
+    sources are kept from reuse by record_stream. All staging is allocated here, before the KV cache is sized.
+
+    Args:
+        arena: the attached arena.
+        device: the writer's GPU.
+        max_tokens: most tokens in one forward pass.
+        depth: forward passes whose copies may be under way at once; overlap scheduling needs two.
+    """
+
+    def __init__(self, arena: AttachedArena, device: torch.device, max_tokens: int, depth: int = 3) -> None:
+        from ray_extract.capture.digest_cuda import SumsBuffer
+
+        self._hidden = arena.spec.hidden
+        self._data = map_states(arena)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ring = [SumsBuffer(device, max_tokens, arena.spec.num_states) for _ in range(depth)]
+        self._next = 0
+        self._registered = threading.Event()
+        self._register_error: BaseException | None = None
+        threading.Thread(target=self._register, name="ray_extract-register", daemon=True).start()
+
+    def _register(self) -> None:
+        # 2.6 GB/s, so minutes for a large arena: beside the loading of weights, not after it.
+        try:
+            torch.cuda.set_device(self._device)
+            start = time.monotonic()
+            pointer, nbytes = self._data.data_ptr(), self._data.nbytes
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(runtime.cudaHostRegister(pointer, nbytes, 0))
+            logger.info("ray_extract: registered %.1f GiB in %.1f s", nbytes / 2**30, time.monotonic() - start)
+        except BaseException as error:
+            self._register_error = error
+        finally:
+            self._registered.set()
+
+    def ready(self) -> None:
+        """Wait until the arena is registered with CUDA.
+
+        Raises:
+            RuntimeError: registration failed.
+        """
+        self._registered.wait()
+        if self._register_error is not None:
+            raise RuntimeError(f"cudaHostRegister of the arena failed: {self._register_error}")
+
+    def issue(
+        self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
+    ) -> Ticket:
+        """See writer.Copier."""
+        _check_states(states, self._data.dtype)
+        hidden, itemsize = self._hidden, self._data.element_size()
+        buffer = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        buffer.acquire()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            buffer.launch(work, input_ids, states)
+            for run in work.runs:
+                for k, state in enumerate(states):
+                    at = int(bases[run.slot, k]) // itemsize + run.target * hidden
+                    target = self._data[at : at + run.count * hidden].view(run.count, hidden)
+                    target.copy_(state[run.source : run.source + run.count], non_blocking=True)
+            for tensor in (*states, input_ids):
+                tensor.record_stream(self._stream)
+            buffer.record()
+        return buffer
+
+
+def open_copier(arena: AttachedArena, device: torch.device, max_tokens: int) -> CpuCopier | CudaCopier:
+    """The copier for a device."""
+    return CudaCopier(arena, device, max_tokens) if device.type == "cuda" else CpuCopier(arena)

@@ -1,0 +1,230 @@
+"""The digest and the statistics of a forward pass, in one fused Triton pass a state. The definition is in digest.py.
+
+One program a token reads its state once, as 32-bit words, and adds into the sums of the token's entry. 64-bit integer
+addition commutes, so the digest is exact in any order; `sumsq` is a float sum and may differ in its last bits.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from ray_extract.capture.digest import word_weights
+from ray_extract.capture.writer import Sums, Work
+
+_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@triton.jit
+def _position_weight(position):  # type: ignore[no-untyped-def]
+    """A(p) of digest.py for i32 positions, as i64."""
+    z = position.to(tl.uint64) + 4294967296 + 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) | 1).to(tl.int64, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _state_kernel(  # type: ignore[no-untyped-def]
+    words_ptr,
+    stride,
+    entry_ptr,
+    kept_ptr,
+    weights_ptr,
+    digest_ptr,
+    sumsq_ptr,
+    amax_ptr,
+    nonfinite_ptr,
+    zero_ptr,
+    k,
+    num_states: tl.constexpr,
+    num_words: tl.constexpr,
+    kind: tl.constexpr,
+    block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    kept = tl.load(kept_ptr + token)
+    if kept < 0:
+        return
+    entry = tl.load(entry_ptr + token)
+    total = tl.zeros((block,), tl.int64)
+    squares = tl.zeros((block,), tl.float32)
+    largest = tl.zeros((block,), tl.float32)
+    bad = tl.zeros((block,), tl.int32)
+    for start in range(0, num_words, block):
+        at = start + tl.arange(0, block)
+        inside = at < num_words
+        word = tl.load(words_ptr + token * stride + at, mask=inside, other=0)
+        weight = tl.load(weights_ptr + at, mask=inside, other=0)
+        total += (word.to(tl.int64) & 0xFFFFFFFF) * weight
+        if kind == 2:
+            low = word.to(tl.float32, bitcast=True)
+            high = tl.zeros((block,), tl.float32)
+        elif kind == 1:
+            low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = ((word >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            low = (word << 16).to(tl.float32, bitcast=True)
+            high = (word & -65536).to(tl.float32, bitcast=True)
+        low_size, high_size = tl.abs(low), tl.abs(high)
+        # NaN compares false, so this is "not finite" for NaN and infinity alike.
+        low_bad = ~(low_size <= 3.4028234663852886e38)
+        high_bad = ~(high_size <= 3.4028234663852886e38)
+        bad += low_bad.to(tl.int32) + high_bad.to(tl.int32)
+        low_size = tl.where(low_bad, 0.0, low_size)
+        high_size = tl.where(high_bad, 0.0, high_size)
+        squares += low_size * low_size + high_size * high_size
+        largest = tl.maximum(largest, tl.maximum(low_size, high_size))
+    bad_count = tl.sum(bad, axis=0)
+    amax = tl.max(largest, axis=0)
+    weighted = _position_weight(kept) * (tl.sum(total, axis=0) + 1)
+    out = entry.to(tl.int64) * num_states + k
+    tl.atomic_add(digest_ptr + entry.to(tl.int64) * (num_states + 1) + k + 1, weighted)
+    tl.atomic_add(sumsq_ptr + out, tl.sum(squares, axis=0).to(tl.float64))
+    tl.atomic_max(amax_ptr + out, amax)
+    if bad_count > 0:
+        tl.atomic_add(nonfinite_ptr + out, bad_count)
+    elif amax == 0.0:
+        tl.atomic_add(zero_ptr + out, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _ids_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, entry_ptr, position_ptr, digest_ptr, num_tokens, weight, num_states: tl.constexpr, block: tl.constexpr
+):
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    inside = at < num_tokens
+    entry = tl.load(entry_ptr + at, mask=inside, other=-1)
+    position = tl.load(position_ptr + at, mask=inside, other=0)
+    ids = tl.load(ids_ptr + at, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
+    weighted = _position_weight(position) * (ids * weight + 1)
+    tl.atomic_add(digest_ptr + entry.to(tl.int64) * (num_states + 1), weighted, mask=inside & (entry >= 0))
+
+
+def token_arrays(work: Work, out: npt.NDArray[np.int32]) -> None:
+    """Fill i32 [3, num_tokens]: entry, prompt position and place among stored tokens of each token, -1 for none."""
+    out[:] = -1
+    for i, entry in enumerate(work.entries):
+        span = slice(entry.source, entry.source + entry.count)
+        out[0, span] = i
+        out[1, span] = np.arange(entry.position, entry.position + entry.count, dtype=np.int32)
+        for source, kept, count in entry.pieces:
+            out[2, source : source + count] = np.arange(kept, kept + count, dtype=np.int32)
+
+
+class SumsBuffer:
+    """Staging of one forward pass's sums; allocated once, used in turn. It is its own ticket.
+
+    Args:
+        device: the GPU.
+        max_tokens: most tokens in a forward pass.
+        num_states: states captured.
+    """
+
+    def __init__(self, device: torch.device, max_tokens: int, num_states: int) -> None:
+        self._states = num_states
+        self._max_tokens = max_tokens
+        pin = device.type == "cuda"
+        self._host_tokens = torch.empty((3, max_tokens), dtype=torch.int32, pin_memory=pin)
+        self._tokens = torch.empty((3, max_tokens), dtype=torch.int32, device=device)
+        # One flat buffer of five sections for all sums, so one memset and one copy a pass.
+        self._out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, device=device)
+        self._host_out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, pin_memory=pin)
+        self._event = torch.cuda.Event() if pin else None  # type: ignore[no-untyped-call]
+        self._weights: dict[int, torch.Tensor] = {}
+        self._device = device
+        self._entries = 0
+        self._busy = False
+
+    @property
+    def _entry_bytes(self) -> int:
+        return 8 * (self._states + 1) + self._states * (8 + 4 + 4 + 4)
+
+    def acquire(self) -> None:
+        """Take the buffer for a new pass; the scheduler publishes passes in order, so an old one is over by now."""
+        if self._busy and self._event is not None:
+            self._event.synchronize()
+        self._busy = True
+
+    def launch(self, work: Work, input_ids: torch.Tensor, states: Any) -> None:
+        """Queue the kernels on the current stream."""
+        tokens, entries, k = work.num_tokens, len(work.entries), self._states
+        if tokens > self._max_tokens:
+            raise ValueError(f"a forward pass of {tokens} tokens; staging was sized for {self._max_tokens}")
+        token_arrays(work, self._host_tokens[:, :tokens].numpy())
+        for i in range(3):
+            self._tokens[i, :tokens].copy_(self._host_tokens[i, :tokens], non_blocking=True)
+        self._entries = entries
+        used = entries * self._entry_bytes
+        self._out[:used].zero_()
+        digest, sumsq, amax, nonfinite, zero = self._sections(self._out)
+        for j, state in enumerate(states):
+            words = state.view(torch.int32)
+            num_words = words.shape[1]
+            _state_kernel[(tokens,)](
+                words,
+                words.stride(0),
+                self._tokens[0],
+                self._tokens[2],
+                self._device_weights(num_words),
+                digest,
+                sumsq,
+                amax,
+                nonfinite,
+                zero,
+                j,
+                num_states=k,
+                num_words=num_words,
+                kind=_KINDS[state.dtype],
+                block=min(2048, triton.next_power_of_2(num_words)),
+                num_warps=8,
+            )
+        block = 256
+        _ids_kernel[(triton.cdiv(tokens, block),)](
+            input_ids,
+            self._tokens[0],
+            self._tokens[1],
+            digest,
+            tokens,
+            int(word_weights(1).view(np.int64)[0]),
+            num_states=k,
+            block=block,
+        )
+        self._host_out[:used].copy_(self._out[:used], non_blocking=True)
+
+    def record(self) -> None:
+        """Mark the end of this pass's work on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> Sums:
+        """See writer.Ticket."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._busy = False
+        digest, sumsq, amax, nonfinite, zero = (t.numpy().copy() for t in self._sections(self._host_out))
+        return Sums(digest.view(np.uint64), sumsq, amax, nonfinite, zero)
+
+    def _sections(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        e, k, at, out = self._entries, self._states, 0, []
+        for dtype, width in (
+            (torch.int64, k + 1),
+            (torch.float64, k),
+            (torch.float32, k),
+            (torch.int32, k),
+            (torch.int32, k),
+        ):
+            nbytes = e * width * dtype.itemsize
+            out.append(flat[at : at + nbytes].view(dtype).view(e, width))
+            at += nbytes
+        return out
+
+    def _device_weights(self, num_words: int) -> torch.Tensor:
+        weights = self._weights.get(num_words)
+        if weights is None:
+            table = torch.from_numpy(word_weights(num_words).view(np.int64).copy())
+            weights = self._weights[num_words] = table.to(self._device)
+        return weights

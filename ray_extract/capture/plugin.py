@@ -1,0 +1,37 @@
+"""The entry point `sglang.srt.plugins`: installs the hooks in SGLang's scheduler processes.
+
+SGLang logs a plugin that fails and serves on without it. So the owner of the engine serves nothing until every writer
+has left its record in the arena's folder (Hooks.around_load_model), and a canary prompt came back captured.
+"""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+CAPTURE_ENV = "RAY_EXTRACT_CAPTURE"
+
+
+def register() -> None:
+    """Install the hooks, if this is a child process of an engine that we own.
+
+    Does nothing without RAY_EXTRACT_CAPTURE (the arena's folder), and nothing in the process that builds the engine.
+    """
+    folder = os.environ.get(CAPTURE_ENV)
+    if not folder or multiprocessing.parent_process() is None:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ray_extract.capture import compat
+    from ray_extract.capture.hooks import Hooks, write_json
+
+    try:
+        compat.check_signatures()
+        hooks = Hooks(Path(folder))
+    except BaseException as error:
+        write_json(Path(folder) / f"failed.{os.getpid()}.json", {"reason": f"{type(error).__name__}: {error}"})
+        raise
+    HookRegistry.register(compat.LOAD_MODEL, hooks.around_load_model, HookType.AROUND)
+    HookRegistry.register(compat.INIT_NEW, hooks.after_init_new, HookType.AFTER)
+    HookRegistry.register(compat.FORWARD, hooks.around_forward, HookType.AROUND)
+    HookRegistry.register(compat.LOGITS, hooks.around_logits, HookType.AROUND)
+    HookRegistry.register(compat.PROCESS_RESULT, hooks.before_process_batch_result, HookType.BEFORE)

@@ -1,0 +1,212 @@
+"""The worker's end of the engine host: start it, send rows, learn of its death, and reap its whole process tree."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import ray_extract.errors
+from ray_extract.engine.base import Answer, EngineInfo
+from ray_extract.errors import EngineDied, EngineError
+
+logger = logging.getLogger(__name__)
+
+_LOG_TAIL_LINES = 25
+
+
+class EngineProcess:
+    """One engine host and the processes below it. Thread-safe.
+
+    Args:
+        job: the job as JSON-ready data.
+        folder: the arena's folder.
+        env: environment variables beside the worker's own.
+        log_dir: where the engine's output goes, one file an engine process.
+    """
+
+    def __init__(self, job: dict[str, Any], folder: Path, env: dict[str, str], log_dir: Path) -> None:
+        self._job, self._folder, self._env = job, folder, env
+        log_dir.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix=f"engine-{folder.name}-", suffix=".log", dir=log_dir)
+        self.log = Path(name)
+        self._log_fd = fd
+        self._lock = threading.Lock()
+        self._pending: dict[str, Future[Answer]] = {}
+        self._ready: Future[EngineInfo] = Future()
+        self._started = threading.Event()
+        self._gone = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._shm_files: set[Path] = set()
+        # The kernel's parent-death signal counts the death of the thread that forked, so that thread lives on to read.
+        threading.Thread(target=self._run, name="ray_extract-engine", daemon=True).start()
+        self._started.wait()
+
+    def wait_ready(self, timeout_s: float) -> EngineInfo:
+        """Wait until the engine serves.
+
+        Raises:
+            CaptureRefused, ConfigError: what the host says, in its words.
+            EngineError: it died or was not ready in time; the message holds the end of its log.
+        """
+        try:
+            return self._ready.result(timeout=timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"the engine was not ready after {timeout_s:.0f} s (engine.start_timeout_s)\n{self.log_tail()}"
+            ) from None
+
+    def submit(
+        self, rid: str, offset: int, count: int, dp_rank: int | None = None, new_tokens: int = 0
+    ) -> Future[Answer]:
+        """Send one row; its ids are i32 [count] at byte `offset` of the arena.
+
+        Returns:
+            A future of the answer; EngineDied when the engine dies first.
+        """
+        future: Future[Answer] = Future()
+        with self._lock:
+            if self._gone.is_set():
+                future.set_exception(EngineDied("the engine is gone"))
+                return future
+            self._pending[rid] = future
+        self._send(op="generate", rid=rid, offset=offset, count=count, dp_rank=dp_rank, new_tokens=new_tokens)
+        return future
+
+    def abort(self, rids: Sequence[str]) -> None:
+        """Ask the engine to end these requests early; their futures still resolve."""
+        self._send(op="abort", rids=list(rids))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the host still runs."""
+        return not self._gone.is_set()
+
+    @property
+    def pid(self) -> int:
+        """The host's process id, which is also its group and session."""
+        assert self._process is not None
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End the host and everything below it; returns when no process of its session is left."""
+        assert self._process is not None
+        self._shm_files |= mapped_shm_files(self._process.pid, self._folder)
+        kill_session(self._process.pid)
+        self._gone.wait()
+
+    def log_tail(self) -> str:
+        """The last lines of the engine's output."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        return "\n".join([f"the end of {self.log}:", *(f"  {line}" for line in lines)])
+
+    def _send(self, **message: Any) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        # A broken pipe means that the host died; the reader resolves the futures.
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+
+    def _run(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ray_extract.engine.host"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log_fd,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, **self._env},
+            )
+        finally:
+            os.close(self._log_fd)
+            self._started.set()
+        with contextlib.suppress(BrokenPipeError):
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(json.dumps({"job": self._job, "folder": str(self._folder)}) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout or ():
+            self._receive(json.loads(line))
+        code = self._process.wait()
+        kill_session(self._process.pid)
+        for path in self._shm_files:
+            path.unlink(missing_ok=True)
+        with self._lock:
+            self._gone.set()
+            pending, self._pending = list(self._pending.values()), {}
+        for future in pending:
+            future.set_exception(EngineDied(f"the engine host ended with exit code {code}"))
+        if not self._ready.done():
+            self._ready.set_exception(self._start_error(code))
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        event = message.pop("event")
+        if event == "answer":
+            with self._lock:
+                future = self._pending.pop(message.pop("rid"), None)
+            if future is not None:
+                future.set_result(Answer(message["ok"], message["reason"], tuple(message["output_ids"])))
+        elif event == "ready":
+            # SGLang leaves its own small files in /dev/shm when it is killed, and a dead process shows no maps.
+            self._shm_files |= mapped_shm_files(self.pid, self._folder)
+            self._ready.set_result(EngineInfo(**message))
+        else:
+            kind: Callable[[str], Exception] = getattr(ray_extract.errors, message["error"], EngineError)
+            self._ready.set_exception(kind(message["reason"]))
+
+    def _start_error(self, code: int) -> Exception:
+        from ray_extract.engine.sglang import failure_reason
+
+        reason = failure_reason(self._folder)
+        if reason is not None and reason.startswith("CaptureRefused: "):
+            return ray_extract.errors.CaptureRefused(reason.removeprefix("CaptureRefused: "))
+        detail = f": {reason}" if reason else ""
+        return EngineError(f"the engine ended while starting, exit code {code}{detail}\n{self.log_tail()}")
+
+
+def session_pids(session: int) -> list[int]:
+    """Living processes of a session, zombies left out."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            # The command may hold spaces and parentheses; fields start behind the last one: state ppid pgrp session
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def mapped_shm_files(session: int, arena: Path) -> set[Path]:
+    """Files in /dev/shm that processes of a session map, other than the arena's."""
+    found: set[Path] = set()
+    for pid in session_pids(session):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                name = line.split(maxsplit=5)[-1]
+                if name.startswith("/dev/shm/") and not name.endswith(" (deleted)") and Path(name).parent != arena:
+                    found.add(Path(name))
+    return found
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL every process of a session until none is left; a process in uninterruptible sleep is waited for."""
+    warned = time.monotonic() + 30
+    while pids := session_pids(session):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+        if time.monotonic() > warned:
+            logger.warning("processes %s of a killed engine are still there", pids)
+            warned += 30
