@@ -11,7 +11,6 @@ Out: {"event": "ready", ...EngineInfo}, {"event": "failed", "error", "reason"}, 
 """
 
 import asyncio
-import ctypes
 import dataclasses
 import json
 import logging
@@ -30,12 +29,9 @@ from ray_extract.errors import RayExtractError
 
 logger = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Serve until stdin ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s")
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
@@ -50,6 +46,9 @@ async def _serve(job: dict[str, Any], folder: Path, out: IO[str]) -> None:
     def send(event: str, **fields: Any) -> None:
         out.write(json.dumps({"event": event, **fields}) + "\n")
 
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    threading.Thread(target=_read, args=(loop, lines), daemon=True).start()
     try:
         arena = AttachedArena(folder)
         engine = open_engine(job)
@@ -62,9 +61,6 @@ async def _serve(job: dict[str, Any], folder: Path, out: IO[str]) -> None:
         send("failed", error="EngineError", reason=f"{type(error).__name__}: {error}")
         return
     send("ready", **dataclasses.asdict(info))
-    loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-    threading.Thread(target=_read, args=(loop, lines), daemon=True).start()
     tasks: set[asyncio.Task[None]] = set()
     while True:
         message = await lines.get()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray_extract.errors
+from ray_extract.capture.guard import Guard
 from ray_extract.engine.base import Answer, EngineInfo
 from ray_extract.errors import EngineDied, EngineError
 
@@ -32,10 +33,11 @@ class EngineProcess:
         folder: the arena's folder.
         env: environment variables beside the worker's own.
         log_dir: where the engine's output goes, one file an engine process.
+        guard: told of what would be left behind if this process were killed.
     """
 
-    def __init__(self, job: dict[str, Any], folder: Path, env: dict[str, str], log_dir: Path) -> None:
-        self._job, self._folder, self._env = job, folder, env
+    def __init__(self, job: dict[str, Any], folder: Path, env: dict[str, str], log_dir: Path, guard: Guard) -> None:
+        self._job, self._folder, self._env, self._guard = job, folder, env, guard
         log_dir.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f"engine-{folder.name}-", suffix=".log", dir=log_dir)
         self.log = Path(name)
@@ -47,7 +49,6 @@ class EngineProcess:
         self._gone = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         self._shm_files: set[Path] = set()
-        # The kernel's parent-death signal counts the death of the thread that forked, so that thread lives on to read.
         threading.Thread(target=self._run, name="ray_extract-engine", daemon=True).start()
         self._started.wait()
 
@@ -127,6 +128,7 @@ class EngineProcess:
                 start_new_session=True,
                 env={**os.environ, **self._env},
             )
+            self._guard.watch_group(self._process.pid)
         finally:
             os.close(self._log_fd)
             self._started.set()
@@ -158,6 +160,8 @@ class EngineProcess:
         elif event == "ready":
             # SGLang leaves its own small files in /dev/shm when it is killed, and a dead process shows no maps.
             self._shm_files |= mapped_shm_files(self.pid, self._folder)
+            for path in self._shm_files:
+                self._guard.watch_file(path)
             self._ready.set_result(EngineInfo(**message))
         else:
             kind: Callable[[str], Exception] = getattr(ray_extract.errors, message["error"], EngineError)
@@ -188,14 +192,22 @@ def session_pids(session: int) -> list[int]:
 
 
 def mapped_shm_files(session: int, arena: Path) -> set[Path]:
-    """Files in /dev/shm that processes of a session map, other than the arena's."""
-    found: set[Path] = set()
+    """Files in /dev/shm that processes of a session map, other than the arena's.
+
+    Matched by inode: glibc maps a semaphore under a temporary name and then links it to its own.
+    """
+    inodes: set[int] = set()
     for pid in session_pids(session):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                name = line.split(maxsplit=5)[-1]
-                if name.startswith("/dev/shm/") and not name.endswith(" (deleted)") and Path(name).parent != arena:
-                    found.add(Path(name))
+                fields = line.split(maxsplit=5)
+                if len(fields) == 6 and fields[5].startswith("/dev/shm/") and not fields[5].startswith(f"{arena}/"):
+                    inodes.add(int(fields[4]))
+    found: set[Path] = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_ino in inodes:
+                found.add(path)
     return found
 
 

@@ -1,0 +1,457 @@
+"""One record of the input -> token ids and loss mask.
+
+Which tokens of a conversation are supervised is decided on the rendered text, as spans of characters, and then carried
+over to tokens. Spans come from the template's `{% generation %}` blocks where it has them. Otherwise the conversation
+is rendered turn by turn: an assistant turn starts where the generation prompt ends and ends where the next turn starts,
+without the white space behind its last mark. A template whose partial renderings do not fit the whole one gives a
+reason, never a guess.
+
+transformers is imported only when a record needs a tokenizer; records with ready token ids do not.
+"""
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ray_extract.config import DatasetConfig, FieldNames, ModelConfig
+from ray_extract.errors import ConfigError
+
+Ids = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.uint8]
+Span = tuple[int, int]
+Message = dict[str, Any]
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+class Unusable(Exception):  # noqa: N818 - it is a verdict on a row, not a failure of ours
+    """A record that cannot become a row; the message is the reason."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """A tokenized record.
+
+    Args:
+        input_ids: i32 [n].
+        loss_mask: u8 [n], 1 for supervised tokens.
+    """
+
+    input_ids: Ids
+    loss_mask: Mask
+
+
+def normalise(conversation: object) -> list[Message]:
+    """Messages in OpenAI's spelling from OpenAI's or ShareGPT's; fields that are neither pass through.
+
+    Raises:
+        Unusable: not a list of messages, a role or a content that is not understood.
+    """
+    if not isinstance(conversation, list | tuple) or not conversation:
+        raise Unusable("empty conversation" if conversation in ([], ()) else "unusable conversation: not a list")
+    return [_normalise_message(i, message) for i, message in enumerate(conversation, start=1)]
+
+
+def _normalise_message(number: int, message: object) -> Message:
+    if not isinstance(message, dict):
+        raise Unusable(f"unusable message: message {number} is not an object")
+    fields = {name: value for name, value in message.items() if value is not None}
+    role = fields.pop("role", None) or fields.pop("from", None)
+    name = _ROLES.get(role.lower()) if isinstance(role, str) else None
+    if name is None:
+        raise Unusable(f"unknown role: {role!r} in message {number}")
+    content = fields.pop("content", None)
+    if content is None:
+        content = fields.pop("value", None)
+    if content is None and not fields.get("tool_calls"):
+        raise Unusable(f"unusable content: message {number} has none")
+    return {"role": name, "content": None if content is None else _text_of(number, content), **fields}
+
+
+def _text_of(number: int, content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise Unusable(f"unusable content: message {number} has {type(content).__name__} content")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise Unusable(f"unusable content: message {number} has a part of type {kind}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def check_ids(input_ids: object, loss_mask: object, vocab_size: int) -> Tokens:
+    """Ready token ids and their mask (all ones when None), checked.
+
+    Raises:
+        Unusable: not whole numbers, outside the vocabulary, a mask of another length or with other values than 0 and 1.
+    """
+    ids = _whole_numbers(input_ids, "input_ids", "iu")
+    check_vocabulary(ids, vocab_size)
+    if loss_mask is None:
+        return Tokens(ids.astype(np.int32), np.ones(len(ids), np.uint8))
+    mask = _whole_numbers(loss_mask, "loss_mask", "iub")
+    if len(mask) != len(ids):
+        raise Unusable(f"unusable loss_mask: {len(mask)} values for {len(ids)} tokens")
+    if not np.isin(mask, (0, 1)).all():
+        raise Unusable("unusable loss_mask: values other than 0 and 1")
+    return Tokens(ids.astype(np.int32), mask.astype(np.uint8))
+
+
+def check_vocabulary(ids: npt.NDArray[Any], vocab_size: int) -> None:
+    """Raises Unusable for ids that the model has no embedding for."""
+    if len(ids) and (ids.min() < 0 or ids.max() >= vocab_size):
+        worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise Unusable(f"token id out of range: {worst} with a vocabulary of {vocab_size}")
+
+
+def _whole_numbers(value: object, name: str, kinds: str) -> npt.NDArray[Any]:
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise Unusable(f"unusable {name}: not a list")
+    if len(value) == 0:
+        return np.empty(0, np.int32)
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):
+        raise Unusable(f"unusable {name}: not a flat list of whole numbers") from None
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise Unusable(f"unusable {name}: not a flat list of whole numbers")
+    return array
+
+
+class Encoder:
+    """Turns records into tokens; the tokenizer is loaded when the first record needs it.
+
+    Args:
+        model: names the tokenizer.
+        model_path: local folder of the model, used when no tokenizer is named.
+        dataset: names fields, template and mask.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, model: ModelConfig, model_path: str, dataset: DatasetConfig, vocab_size: int) -> None:
+        self._model = model
+        self._model_path = model_path
+        self._dataset = dataset
+        self._vocab_size = vocab_size
+        self._tokenizer: Any = None
+        self._chat: _Chat | None = None
+
+    def encode(self, record: dict[str, Any]) -> Tokens:
+        """Tokens of one record; its first known field decides what it is.
+
+        Raises:
+            Unusable: this record cannot be used.
+            ConfigError: no record of this kind could be: the tokenizer or the template is missing or broken.
+        """
+        names = self._dataset.fields
+        for name in names.messages:
+            if record.get(name) is not None:
+                tokens = self._encode_chat(record[name])
+                break
+        else:
+            if record.get(names.text) is not None:
+                tokens = self._encode_text(record[names.text])
+            elif record.get(names.input_ids) is not None:
+                return check_ids(record[names.input_ids], record.get(names.loss_mask), self._vocab_size)
+            else:
+                raise Unusable(f"no known field: {_known(names)} expected")
+        check_vocabulary(tokens.input_ids, self._vocab_size)
+        return tokens
+
+    def _encode_chat(self, conversation: object) -> Tokens:
+        messages = normalise(conversation)
+        if self._chat is None:
+            self._chat = _Chat(self._load(), self._dataset)
+        return self._chat.encode(messages, self._dataset.mask)
+
+    def _encode_text(self, text: object) -> Tokens:
+        if not isinstance(text, str):
+            raise Unusable(f"unusable text: {type(text).__name__}")
+        if not text:
+            raise Unusable("empty text")
+        ids = np.asarray(_tokenize(self._load(), text, add_special_tokens=True)["input_ids"], dtype=np.int32)
+        return Tokens(ids, np.ones(len(ids), np.uint8))
+
+    def _load(self) -> Any:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._model, self._model_path)
+        return self._tokenizer
+
+
+def _known(names: FieldNames) -> str:
+    return ", ".join([*names.messages, names.text]) + f" or {names.input_ids}"
+
+
+def load_tokenizer(model: ModelConfig, model_path: str) -> Any:
+    """The tokenizer of transformers; a local folder is read without touching a network.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    name = model.tokenizer or model_path
+    key = f"model.tokenizer = {model.tokenizer!r}" if model.tokenizer else f"model.path = {model.path!r}"
+    way_out = "set model.tokenizer to a folder with tokenizer.json and tokenizer_config.json"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"dataset.paths: text and conversations need transformers, which does not import ({error}); "
+            "install ray-extract[run], or give input_ids"
+        ) from None
+    local = Path(name).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(local) if local.is_dir() else name,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=local.is_dir(),
+        )
+    except ImportError as error:
+        raise ConfigError(f"{key}: its tokenizer needs a package that does not import ({error})") from None
+    except Exception as error:  # whatever a tokenizer's files and code may raise
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ConfigError(f"{key}: no tokenizer can be loaded ({type(error).__name__}: {first}); {way_out}") from None
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def template_fingerprint(model: ModelConfig, dataset: DatasetConfig, model_path: str) -> str:
+    """Hex SHA-256 of what turns records into ids: the tokenizer's files and the chat template.
+
+    A tokenizer that is named rather than a folder counts by its name.
+    """
+    digest = hashlib.sha256()
+    name = model.tokenizer or model_path
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        digest.update(name.encode())
+    for path in (folder / file for file in _TOKENIZER_FILES):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    if dataset.chat_template and Path(dataset.chat_template).expanduser().is_file():
+        digest.update(b"template\0" + Path(dataset.chat_template).expanduser().read_bytes())
+    return digest.hexdigest()
+
+
+def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
+    if _SURROGATE.search(text):
+        raise Unusable("unusable text: lone surrogates")
+    return tokenizer(
+        text, add_special_tokens=add_special_tokens, return_offsets_mapping=tokenizer.is_fast, verbose=False
+    )
+
+
+class _Chat:
+    """A tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: Any, dataset: DatasetConfig) -> None:
+        self._tokenizer = tokenizer
+        self._key, self._template = _find_template(tokenizer, dataset)
+        self._marks_generation = bool(_GENERATION.search(self._template))
+
+    def encode(self, messages: list[Message], mode: str) -> Tokens:
+        """Render and tokenize; `mode` is `assistant`, `last_assistant` or `all`."""
+        if mode == "all":
+            text = self._render(messages)
+            ids = self._ids(_tokenize(self._tokenizer, text, add_special_tokens=False))
+            return Tokens(ids, np.ones(len(ids), np.uint8))
+        if self._marks_generation:
+            text, spans = self._render_with_spans(messages)
+        else:
+            text = self._render(messages)
+            spans = turn_spans(text, messages, lambda part, prompt: self._render(part, generation_prompt=prompt))
+        if mode == "last_assistant":
+            spans = spans[-1:]
+        encoding = _tokenize(self._tokenizer, text, add_special_tokens=False)
+        ids = self._ids(encoding)
+        mask = self._mask(text, encoding, ids, spans)
+        if not mask.any():
+            raise Unusable("no supervised token")
+        return Tokens(ids, mask)
+
+    @staticmethod
+    def _ids(encoding: Any) -> Ids:
+        return np.asarray(encoding["input_ids"], dtype=np.int32)
+
+    def _mask(self, text: str, encoding: Any, ids: Ids, spans: Sequence[Span]) -> Mask:
+        if self._tokenizer.is_fast:
+            offsets = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+            return mask_by_offsets(offsets, spans)
+        cuts = [self._count_tokens(text[:at], ids) for span in spans for at in span]
+        mask = np.zeros(len(ids), np.uint8)
+        for start, end in zip(cuts[0::2], cuts[1::2], strict=True):
+            mask[start:end] = 1
+        return mask
+
+    def _count_tokens(self, prefix: str, ids: Ids) -> int:
+        """Tokens of a prefix of the text, for tokenizers in Python (Kimi's), which give no offsets."""
+        part = self._ids(_tokenize(self._tokenizer, prefix, add_special_tokens=False))
+        if not np.array_equal(part, ids[: len(part)]):
+            raise Unusable("undecidable mask: a token spans the border of an assistant turn")
+        return len(part)
+
+    def _render(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
+        text: str = self._guarded(
+            lambda: self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                return_dict=False,
+            )
+        )
+        return text
+
+    def _render_with_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+        # Not `return_assistant_tokens_mask`: it marks everything up to the end of the row when the last character of a
+        # block has no token, and drops all later blocks when the first one has none.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = self._guarded(
+            lambda: render_jinja_template(
+                [messages],
+                chat_template=self._template,
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **self._tokenizer.special_tokens_map,
+            )
+        )
+        return texts[0], [(start, end) for start, end in spans[0]]
+
+    def _guarded(self, render: Callable[[], Any]) -> Any:
+        import jinja2
+
+        try:
+            return render()
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"{self._key}: not a valid template, line {error.lineno}: {error.message}") from None
+        except Exception as error:  # a template is a program of its own; what it raises on this row is about this row
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise Unusable(f"chat template: {first}") from None
+
+
+def _find_template(tokenizer: Any, dataset: DatasetConfig) -> tuple[str, str]:
+    """The configuration key that the template comes from, for messages, and the template."""
+    if dataset.chat_template:
+        key = f"dataset.chat_template = {dataset.chat_template!r}"
+        try:
+            return key, Path(dataset.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(f"{key}: cannot be read ({why}); give a Jinja file") from None
+    try:
+        return "the tokenizer's chat template", tokenizer.get_chat_template()
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            "dataset.chat_template: the data set holds conversations and the tokenizer has no (default) chat template; "
+            "give a Jinja file"
+        ) from None
+
+
+def mask_by_offsets(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> Mask:
+    """1 for each token that has a character of a span.
+
+    Args:
+        offsets: i64 [n, 2], the characters [start, end) of each token; empty for tokens without text.
+        spans: characters [start, end), ascending.
+    """
+    mask = np.zeros(len(offsets), np.uint8)
+    starts, ends = offsets[:, 0], offsets[:, 1]
+    for first, last in spans:
+        mask[np.maximum(starts, first) < np.minimum(ends, last)] = 1
+    return mask
+
+
+def turn_spans(full: str, messages: list[Message], render: Callable[[list[Message], bool], str]) -> list[Span]:
+    """The characters of each assistant turn in a rendered conversation.
+
+    Args:
+        full: the whole conversation, rendered.
+        messages: the conversation.
+        render: renders the first messages, with a generation prompt or without.
+
+    Raises:
+        Unusable: partial renderings do not fit the whole one.
+    """
+    spans: list[Span] = []
+    at = 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if i == 0:
+            raise Unusable("undecidable mask: the first turn is the assistant's and the template marks no generation")
+        start = _turn_start(full, messages[:i], message, render)
+        end = _turn_end(full, start, message, render(messages[: i + 1], False))
+        if start < at:
+            raise Unusable(f"undecidable mask: assistant turns overlap at message {i + 1}")
+        spans.append((start, end))
+        at = end
+    return spans
+
+
+def _turn_start(
+    full: str, before: list[Message], message: Message, render: Callable[[list[Message], bool], str]
+) -> int:
+    prompted = render(before, True)
+    if full.startswith(prompted):
+        return len(prompted)
+    # A generation prompt may open a block of reasoning that past turns do not have (DeepSeek-R1, Qwen3 Thinking):
+    # then the turn starts where the two part, or a bit before if the content happens to go on like the prompt.
+    plain = render(before, False)
+    shared = _shared_prefix(prompted, full)
+    if not full.startswith(plain) or shared <= len(plain):
+        raise Unusable(f"undecidable mask: the rendering of the first {len(before)} messages is no prefix of the whole")
+    content = (message["content"] or "").strip()
+    found = full.rfind(content, len(plain), shared + len(content)) if content else -1
+    return shared if found < 0 else found
+
+
+def _shared_prefix(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _turn_end(full: str, start: int, message: Message, through: str) -> int:
+    """Where the turn that starts at `start` ends, given the rendering of the conversation up to and with it."""
+    problem = Unusable("undecidable mask: the rendering of an assistant turn differs inside the whole conversation")
+    turn = through[start:]
+    if not through.startswith(full[:start]):
+        raise problem
+    if full.startswith(turn, start):
+        return start + len(turn.rstrip())
+    # A template may show the reasoning of the last turn only (Qwen3, Kimi K2 Thinking). Inside the whole conversation
+    # the turn must then be its own rendering with one block left out, the last line of its content included.
+    same = _shared_prefix(turn, full[start : start + len(turn)])
+    at = start + same
+    last_line = (message["content"] or "").strip().rpartition("\n")[2]
+    for left_out in range(same + 1, len(turn)):
+        # The short comparison first, so that a long turn is not copied at every step.
+        if full.startswith(turn[left_out : left_out + 32], at) and full.startswith(turn[left_out:], at):
+            end = at + len(turn[left_out:].rstrip())
+            if last_line in full[start:end]:
+                return end
+    raise problem

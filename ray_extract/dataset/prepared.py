@@ -1,0 +1,331 @@
+"""Prepared rows on the store: Parquet parts under `plan/`, and an index of them.
+
+A part has the columns index i64, row_id string, source string, n_tokens i32, kept i32, truncated bool, reason string
+(null for usable rows), input_ids list<i32>, loss_mask binary. Lengths are read without the ids, by range requests.
+"""
+
+import dataclasses
+import hashlib
+import io
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_extract import layout
+from ray_extract.dataset.prepare import PreparedRow, reason_kind, row_id
+from ray_extract.errors import AlreadyExists, PlanError
+from ray_extract.store import Store
+
+log = logging.getLogger(__name__)
+
+PART_ROWS = 4096
+PART_TOKENS = 16 << 20  # 84 MB of ids and masks, so a part of long rows fits in memory too
+
+_SCHEMA = pa.schema(
+    [
+        pa.field("index", pa.int64(), nullable=False),
+        pa.field("row_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("n_tokens", pa.int32(), nullable=False),
+        pa.field("kept", pa.int32(), nullable=False),
+        pa.field("truncated", pa.bool_(), nullable=False),
+        pa.field("reason", pa.string()),
+        pa.field("input_ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), nullable=False),
+        pa.field("loss_mask", pa.binary(), nullable=False),
+    ]
+)
+_LENGTH_COLUMNS = ["index", "n_tokens", "kept", "reason"]
+
+
+class RowLength(NamedTuple):
+    """What planning needs of a row."""
+
+    row: int
+    tokens: int
+    kept: int
+    usable: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowIndex:
+    """What the prepared rows are, as a whole.
+
+    Args:
+        starts: index of the first row of each part.
+        rows: all rows, the skipped ones included.
+        usable: rows without a skip reason.
+        tokens: prompt tokens of the usable rows.
+        kept: tokens of the usable rows whose states are stored.
+        truncated: usable rows whose end was cut off.
+        skipped: rows by kind of reason.
+        digest: sha256 hex over the ids and reasons of all rows in order; the identity of the data set.
+    """
+
+    starts: tuple[int, ...]
+    rows: int
+    usable: int
+    tokens: int
+    kept: int
+    truncated: int
+    skipped: dict[str, int]
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return {**dataclasses.asdict(self), "starts": list(self.starts)}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Self:
+        """Inverse of to_json."""
+        return cls(**{**record, "starts": tuple(record["starts"])})
+
+
+def write_rows(
+    store: Store,
+    rows: Iterable[PreparedRow],
+    part_rows: int = PART_ROWS,
+    *,
+    keep: str = "all",
+    part_tokens: int = PART_TOKENS,
+) -> RowIndex:
+    """Store rows in parts of at most `part_rows` rows and about `part_tokens` tokens; one part is in memory at a time.
+
+    A part that exists already must hold the same rows (an earlier attempt, or another driver of the same job).
+
+    Args:
+        store: where to.
+        rows: in order, indices from 0.
+        part_rows, part_tokens: size of a part.
+        keep: `capture.keep`, for the counts of stored tokens.
+
+    Raises:
+        PlanError: the store holds parts of another data set.
+        StoreError: writing failed.
+    """
+    tally = _Tally()
+    part: list[PreparedRow] = []
+    tokens = 0
+    for row in rows:
+        if part and (len(part) >= part_rows or tokens + len(row.input_ids) > part_tokens):
+            _put_part(store, len(tally.starts), part, keep)
+            tally.starts.append(part[0].index)
+            part, tokens = [], 0
+        tally.add(row, row.kept(keep))
+        part.append(row)
+        tokens += len(row.input_ids)
+    if part:
+        _put_part(store, len(tally.starts), part, keep)
+        tally.starts.append(part[0].index)
+    return tally.index()
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self._rows = self._usable = self._tokens = self._kept = self._truncated = 0
+        self._skipped: Counter[str] = Counter()
+        self._digest = hashlib.sha256()
+
+    def add(self, row: PreparedRow, kept: int) -> None:
+        if row.index != self._rows:
+            raise ValueError(f"row {row.index} came where row {self._rows} was due")
+        self._rows += 1
+        self._digest.update(f"{row.row_id}\0{row.reason or ''}\n".encode())
+        if row.reason is not None:
+            self._skipped[reason_kind(row.reason)] += 1
+            return
+        self._usable += 1
+        self._tokens += len(row.input_ids)
+        self._kept += kept
+        self._truncated += row.truncated
+
+    def index(self) -> RowIndex:
+        return RowIndex(
+            starts=tuple(self.starts),
+            rows=self._rows,
+            usable=self._usable,
+            tokens=self._tokens,
+            kept=self._kept,
+            truncated=self._truncated,
+            skipped=dict(sorted(self._skipped.items())),
+            digest=self._digest.hexdigest(),
+        )
+
+
+def _put_part(store: Store, number: int, rows: list[PreparedRow], keep: str) -> None:
+    put_table(store, layout.rows_key(number), _table(rows, keep))
+    log.debug("prepared rows %d to %d are stored", rows[0].index, rows[-1].index)
+
+
+def _table(rows: list[PreparedRow], keep: str) -> Any:
+    offsets = np.cumsum([0, *(len(row.input_ids) for row in rows)], dtype=np.int32)
+    ids = pa.array(np.concatenate([row.input_ids for row in rows]), type=pa.int32())
+    columns = [
+        pa.array([row.index for row in rows], type=pa.int64()),
+        pa.array([row.row_id for row in rows], type=pa.string()),
+        pa.array([row.source for row in rows], type=pa.string()),
+        pa.array([len(row.input_ids) for row in rows], type=pa.int32()),
+        pa.array([row.kept(keep) for row in rows], type=pa.int32()),
+        pa.array([row.truncated for row in rows], type=pa.bool_()),
+        pa.array([row.reason for row in rows], type=pa.string()),
+        pa.ListArray.from_arrays(offsets, ids, type=_SCHEMA.field("input_ids").type),
+        pa.array([row.loss_mask.tobytes() for row in rows], type=pa.binary()),
+    ]
+    return pa.Table.from_arrays(columns, schema=_SCHEMA)
+
+
+def put_table(store: Store, key: str, table: Any) -> None:
+    """Store a table as Parquet, create-if-absent; an equal one in its place is as good.
+
+    Raises:
+        PlanError: another table is there.
+        StoreError: writing failed.
+    """
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=False, write_statistics=False)
+    try:
+        store.put(key, sink.getbuffer(), create=True)
+    except AlreadyExists:
+        # Tables, not bytes: another release of pyarrow may write the same rows in other bytes.
+        if not read_table(store, key).equals(table):
+            raise PlanError(
+                f"output.url: {key} there is from another data set or configuration, whose planning did not finish; "
+                "choose another output.url, or delete its folder plan/"
+            ) from None
+
+
+def read_table(store: Store, key: str) -> Any:
+    """Read a Parquet object whole.
+
+    Raises:
+        PlanError: it is not Parquet.
+        StoreError: it cannot be read.
+    """
+    data = store.get(key)
+    try:
+        return pq.read_table(pa.BufferReader(data))
+    except pa.ArrowException as error:
+        raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
+
+
+class PreparedRows:
+    """Random access to stored rows; keeps the part read last. Not thread-safe.
+
+    Args:
+        store: where write_rows stored them.
+        index: what write_rows returned.
+    """
+
+    def __init__(self, store: Store, index: RowIndex) -> None:
+        self._store = store
+        self._index = index
+        self._cached: tuple[int, Any] | None = None
+
+    def read(self, first: int, end: int) -> list[PreparedRow]:
+        """Rows first <= index < end, the skipped ones included; their ids are checked against their tokens.
+
+        Raises:
+            ValueError: outside the data set.
+            PlanError: a part is damaged.
+            StoreError: a part cannot be read.
+        """
+        if not 0 <= first <= end <= self._index.rows:
+            raise ValueError(f"rows {first} to {end} of {self._index.rows}")
+        found: list[PreparedRow] = []
+        while first < end:
+            part = bisect_right(self._index.starts, first) - 1
+            start, stop = self._bounds(part)
+            upto = min(end, stop)
+            found += _rows_of(self._part(part).slice(first - start, upto - first), layout.rows_key(part))
+            first = upto
+        return found
+
+    def lengths(self) -> Iterator[RowLength]:
+        """Stream the lengths of all rows, without reading their ids.
+
+        Raises:
+            PlanError: a part is damaged.
+            StoreError: a part cannot be read.
+        """
+        for part in range(len(self._index.starts)):
+            table = self._length_columns(layout.rows_key(part))
+            index, tokens, kept = (table.column(name).to_pylist() for name in _LENGTH_COLUMNS[:3])
+            usable = table.column("reason").is_null().to_pylist()
+            yield from map(RowLength, index, tokens, kept, usable)
+
+    def _length_columns(self, key: str) -> Any:
+        try:
+            return pq.ParquetFile(_StoredFile(self._store, key)).read(columns=_LENGTH_COLUMNS)
+        except pa.ArrowException as error:
+            raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
+
+    def _bounds(self, part: int) -> tuple[int, int]:
+        starts = self._index.starts
+        return starts[part], starts[part + 1] if part + 1 < len(starts) else self._index.rows
+
+    def _part(self, part: int) -> Any:
+        if self._cached is None or self._cached[0] != part:
+            self._cached = None  # so that two parts are never in memory at once
+            key = layout.rows_key(part)
+            table = read_table(self._store, key).combine_chunks()
+            start, stop = self._bounds(part)
+            if not table.schema.equals(_SCHEMA) or table.column("index").to_pylist() != list(range(start, stop)):
+                raise PlanError(
+                    f"output.url: {key} does not hold rows {start} to {stop - 1}; choose another output.url"
+                )
+            self._cached = part, table
+        return self._cached[1]
+
+
+def _rows_of(table: Any, key: str) -> Iterator[PreparedRow]:
+    small = table.select(["index", "row_id", "source", "reason", "truncated", "loss_mask"]).to_pylist()
+    for values, ids in zip(small, table.column("input_ids"), strict=True):
+        row = PreparedRow(
+            index=values["index"],
+            row_id=values["row_id"],
+            source=values["source"],
+            input_ids=ids.values.to_numpy(),
+            loss_mask=np.frombuffer(values["loss_mask"], dtype=np.uint8),
+            reason=values["reason"],
+            truncated=values["truncated"],
+        )
+        if row.reason is None and row_id(row.input_ids, row.loss_mask) != row.row_id:
+            raise PlanError(f"output.url: row {row.index} in {key} is not what its id says; choose another output.url")
+        yield row
+
+
+class _StoredFile(io.RawIOBase):
+    """An object of the store as a file that reads only what is asked for."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        super().__init__()
+        info = store.head(key)
+        if info is None:
+            raise PlanError(f"output.url: {key} is missing; choose another output.url")
+        self._store, self._key, self._size, self._at = store, key, info.size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._size - self._at))
+        if count:
+            buffer[:count] = self._store.get_range(self._key, self._at, count)
+            self._at += count
+        return count

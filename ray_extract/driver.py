@@ -1,0 +1,433 @@
+"""The driver: leases units to workers, commits what they hand back, replaces what dies.
+
+Workers are Ray actors that Ray never restarts: a method that Ray runs a second time would extract twice, so the driver
+itself makes a new actor and leases the unit again under another attempt name.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from ray_extract.config import Job
+from ray_extract.errors import (
+    ArenaError,
+    CaptureRefused,
+    ConfigError,
+    Drained,
+    EngineError,
+    RayExtractError,
+    StoreError,
+    Verdict,
+)
+from ray_extract.layout import PROGRESS_KEY
+from ray_extract.leases import Lease, Leases
+from ray_extract.ledger import Ledger
+from ray_extract.progress import Snapshot
+from ray_extract.records import Receipt, Unit
+from ray_extract.worker import Worker, WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+_COMMITTERS = 8  # commits under way at once; one is a small PUT
+_WORKER_DEATHS_IN_A_ROW = 3  # workers that may fail to start, one after the other, before the run stops
+_CAPACITY_NOTICE_S = 30.0
+_STOP_TIMEOUT_S = 30.0
+_LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
+
+
+@dataclasses.dataclass(slots=True)
+class _Actor:
+    """A worker's actor as the driver sees it."""
+
+    handle: Any
+    started: Any  # ObjectRef of start(), until it is ready
+    ready: bool = False
+    asked: float = dataclasses.field(default_factory=time.monotonic)
+    leases: dict[Any, Lease] = dataclasses.field(default_factory=dict)
+    counters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    poll: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a drive did.
+
+    Args:
+        given_up: units without a commit, and why.
+        tokens: prompt tokens of the units committed by this drive.
+        seconds: from the first engine's being ready to the last commit.
+    """
+
+    given_up: dict[str, str]
+    tokens: int
+    seconds: float
+
+
+class Driver:
+    """Drives one run.
+
+    Args:
+        job: the job.
+        setup: what workers need.
+        ledger: where commits go.
+        todo: units without a commit.
+        total_units, total_tokens, done_tokens: of the whole run, for progress.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        setup: WorkerSetup,
+        ledger: Ledger,
+        todo: Sequence[Unit],
+        *,
+        total_units: int,
+        total_tokens: int,
+        done_tokens: int,
+    ) -> None:
+        self._job, self._setup, self._ledger = job, setup, ledger
+        self._leases = Leases(todo, job.run.max_attempts)
+        self._nonce = secrets.token_hex(4)
+        self._actors: list[_Actor] = []
+        self._commits: dict[Future[bool], tuple[Lease, Receipt]] = {}
+        self._committer = ThreadPoolExecutor(_COMMITTERS, thread_name_prefix="commit")
+        self._drain = threading.Event()
+        self._drain_since = 0.0
+        self._failure: RayExtractError | None = None
+        self._dead_starts = 0
+        self._replaced = 0
+        self._gone_tokens = 0  # captured by workers that are gone
+        self._gone_starts = 0
+        self._total_units, self._total_tokens = total_units, total_tokens
+        self._before_units, self._before_tokens = total_units - len(todo), done_tokens
+        self._committed_tokens = 0
+        self._committed_bytes = 0
+        self._failed_rows = 0
+        self._first_ready: float | None = None
+        self._last_tick = 0.0
+        self._last_captured = 0
+        self._rate = 0.0
+        self._notice = 0.0
+
+    def run(self) -> Outcome:
+        """Extract and commit every unit.
+
+        Raises:
+            Drained: asked to stop; everything finished is committed.
+            RayExtractError: an error whose verdict is stop.
+        """
+        state = "failed"
+        try:
+            with self._signals():
+                count = min(self._job.engine.count, max(1, self._leases.total))
+                self._actors = [self._new_actor() for _ in range(count)]
+                while not self._over():
+                    self._step()
+            state = "done" if not self._drain.is_set() else "drained"
+        finally:
+            self._stop_workers()
+            self._committer.shutdown(wait=True)
+            self._write_progress(state)
+        if self._failure is not None:
+            raise self._failure
+        if self._drain.is_set() and not self._leases.finished:
+            raise Drained(
+                f"stopped on request with {self._leases.done} of {self._leases.total} units committed; "
+                "run the same command again to go on"
+            )
+        seconds = time.monotonic() - self._first_ready if self._first_ready is not None else 0.0
+        return Outcome(dict(self._leases.given_up), self._committed_tokens, seconds)
+
+    def _over(self) -> bool:
+        if self._leases.finished:
+            return True
+        idle = not self._commits and not any(a.leases for a in self._actors)
+        if self._failure is not None or self._drain.is_set():
+            return idle or time.monotonic() - self._drain_since > self._job.run.drain_s
+        return False
+
+    def _step(self) -> None:
+        if not self._drain.is_set() and self._failure is None:
+            self._lease()
+        waiting = [ref for a in self._actors for ref in (a.started, a.poll, *a.leases) if ref is not None]
+        if waiting:
+            done, _ = ray.wait(waiting, num_returns=1, timeout=0.5)
+            for ref in done:
+                self._settle(ref)
+        else:
+            time.sleep(0.05)
+        self._settle_commits()
+        self._tick()
+
+    def _lease(self) -> None:
+        for actor in self._actors:
+            while actor.ready and len(actor.leases) < self._job.run.units_in_flight:
+                lease = self._leases.take()
+                if lease is None:
+                    return
+                attempt = f"{self._nonce}-{lease.number:02d}"
+                actor.leases[actor.handle.extract.remote(lease.unit, attempt)] = lease
+
+    def _settle(self, ref: Any) -> None:
+        actor = next((a for a in self._actors if ref in (a.started, a.poll) or ref in a.leases), None)
+        if actor is None:
+            return  # of an actor that was replaced in this very round
+        try:
+            value = ray.get(ref)
+        except RayExtractError as error:
+            # Ray's stand-in for an error that a task raised carries the traceback as its text, and the error itself.
+            self._settle_error(actor, ref, getattr(error, "cause", error))
+            return
+        except ray.exceptions.RayActorError as error:
+            # Died or only unavailable: either way its calls may have run, and the node may be gone without Ray's
+            # knowing yet. A new actor and new attempt names are right in every case.
+            self._replace(actor, f"its actor died: {_first_line(error)}")
+            return
+        except ray.exceptions.RayError as error:
+            if ref == actor.poll:
+                actor.poll = None
+            else:
+                logger.exception("a worker failed in a way that it should not")
+                self._replace(actor, _first_line(error))
+            return
+        if ref == actor.started:
+            actor.started, actor.ready, self._dead_starts = None, True, 0
+            self._first_ready = self._first_ready or time.monotonic()
+            logger.info(
+                "engine ready after %.0f s: %s", time.monotonic() - actor.asked, value.get("version", "unknown")
+            )
+        elif ref == actor.poll:
+            actor.counters, actor.poll = value, None
+        else:
+            lease = actor.leases.pop(ref)
+            self._commits[self._committer.submit(self._ledger.commit, value)] = (lease, value)
+
+    def _settle_error(self, actor: _Actor, ref: Any, error: RayExtractError) -> None:
+        if ref == actor.poll:
+            actor.poll = None
+            return
+        if ref == actor.started:
+            if isinstance(error, ArenaError | CaptureRefused | ConfigError):
+                self._stop(error)
+                actor.started = None
+            else:
+                self._replace(actor, str(error))
+            return
+        if isinstance(error, EngineError):
+            self._replace(actor, str(error))
+            return
+        lease = actor.leases.pop(ref)
+        if error.verdict is Verdict.STOP:
+            self._leases.refund(lease)
+            self._stop(error)
+        else:
+            self._again(lease, str(error))
+
+    def _settle_commits(self) -> None:
+        for future in [f for f in self._commits if f.done()]:
+            lease, receipt = self._commits.pop(future)
+            try:
+                future.result()
+            except StoreError as error:
+                if error.verdict is Verdict.STOP:
+                    self._leases.refund(lease)
+                    self._stop(error)
+                else:
+                    # The shard is there under this attempt's name; without a commit it counts for nothing.
+                    self._again(lease, f"its commit failed: {error}")
+                continue
+            # Lost to another driver's commit or won: the unit is committed.
+            self._leases.complete(lease)
+            self._committed_tokens += lease.unit.tokens
+            self._committed_bytes += receipt.size
+            self._failed_rows += len(receipt.failures)
+
+    def _again(self, lease: Lease, reason: str) -> None:
+        if self._leases.give_back(lease, reason):
+            logger.warning("unit %s, attempt %d failed and is leased again: %s", lease.unit.unit, lease.number, reason)
+        else:
+            logger.error("unit %s is given up after %d attempts: %s", lease.unit.unit, lease.number, reason)
+
+    def _replace(self, actor: _Actor, reason: str) -> None:
+        """Give back an actor's units and make a new actor in its place."""
+        if actor.started is not None:
+            self._dead_starts += 1
+            if self._dead_starts >= _WORKER_DEATHS_IN_A_ROW:
+                actor.started = None
+                self._stop(EngineError(f"{self._dead_starts} workers in a row did not start: {reason}"))
+                return
+        logger.warning("a worker is replaced: %s", reason)
+        for lease in actor.leases.values():
+            self._again(lease, reason)
+        self._gone_tokens += actor.counters.get("tokens_captured", 0)
+        self._gone_starts += actor.counters.get("engine_starts", 1)
+        self._replaced += 1
+        ray.kill(actor.handle)
+        self._actors.remove(actor)
+        if self._failure is None and not self._drain.is_set():
+            self._actors.append(self._new_actor())
+
+    def _new_actor(self) -> _Actor:
+        job = self._job
+        handle = (
+            ray.remote(Worker)
+            .options(
+                num_gpus=job.num_gpus,
+                num_cpus=job.engine.cpus,
+                max_restarts=0,
+                max_task_retries=0,
+                # each unit in flight, start or stop, and progress
+                max_concurrency=job.run.units_in_flight + 2,
+            )
+            .remote(self._setup)
+        )
+        return _Actor(handle, handle.start.remote())
+
+    def _stop(self, error: RayExtractError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._drain_since = time.monotonic()
+            logger.error("the run stops; units in flight may finish")
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._last_tick < self._job.run.progress_s:
+            return
+        for actor in self._actors:
+            if actor.ready and actor.poll is None:
+                actor.poll = actor.handle.progress.remote()
+        captured = self._captured()
+        if self._last_tick:
+            self._rate = max(0, captured - self._last_captured) / (now - self._last_tick)
+        self._last_tick, self._last_captured = now, captured
+        if any(a.ready for a in self._actors):
+            logger.info(self._snapshot().line())
+        self._say_capacity(now)
+        self._write_progress("draining" if self._drain.is_set() else "running")
+
+    def _say_capacity(self, now: float) -> None:
+        late = [a for a in self._actors if not a.ready and now - a.asked > _CAPACITY_NOTICE_S]
+        if not late or now - self._notice < _CAPACITY_NOTICE_S:
+            return
+        self._notice = now
+        need = {"GPU": self._job.num_gpus, "CPU": self._job.engine.cpus}
+        free, have = ray.available_resources(), ray.cluster_resources()
+        wants = ", ".join(f"{amount:g} {name}" for name, amount in need.items() if amount)
+        if all(free.get(name, 0) >= amount for name, amount in need.items()):
+            logger.info("%d engines are still starting, after %.0f s", len(late), now - min(a.asked for a in late))
+            return
+        shown = ", ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}" for name in need)
+        logger.info(
+            "%d engines are starting or wait for capacity: each needs %s on one node; free in the cluster: %s",
+            len(late),
+            wants,
+            shown,
+        )
+
+    def _captured(self) -> int:
+        return self._gone_tokens + sum(int(a.counters.get("tokens_captured", 0)) for a in self._actors)
+
+    def _snapshot(self) -> Snapshot:
+        starts = self._gone_starts + sum(a.counters.get("engine_starts", 1) for a in self._actors)
+        return Snapshot(
+            units=self._total_units,
+            units_done=self._before_units + self._leases.done,
+            units_given_up=len(self._leases.given_up),
+            rows_failed=self._failed_rows,
+            tokens=self._total_tokens,
+            tokens_committed=self._before_tokens + self._committed_tokens,
+            tokens_captured=self._captured(),
+            bytes_committed=self._committed_bytes,
+            engines=len(self._actors),
+            engines_ready=sum(a.ready for a in self._actors),
+            restarts=max(0, starts - len(self._actors)),
+            arena_used=sum(a.counters.get("arena_used", 0) for a in self._actors),
+            arena_bytes=self._setup.arena_bytes * len(self._actors),
+            elapsed_s=round(time.monotonic() - self._first_ready, 1) if self._first_ready else 0.0,
+            tokens_per_s=round(self._rate, 1),
+        )
+
+    def _write_progress(self, state: str) -> None:
+        text = json.dumps(self._snapshot().to_json(state), indent=2)
+        try:
+            self._ledger.store.put(PROGRESS_KEY, text.encode(), create=False)
+        except StoreError as error:
+            # Only a view: the run goes on without it.
+            logger.warning("progress could not be written: %s", error)
+
+    def _stop_workers(self) -> None:
+        stops = [a.handle.stop.remote() for a in self._actors]
+        if stops:
+            ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
+        for actor in self._actors:
+            ray.kill(actor.handle)
+        self._actors = []
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGTERM or SIGINT drains, the second one ends at once."""
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            if self._drain.is_set():
+                raise KeyboardInterrupt
+            self._drain_since = time.monotonic()
+            self._drain.set()
+            logger.warning(
+                "%s: finishing the units in flight, at most %.0f s; once more to end at once",
+                signal.Signals(number).name,
+                self._job.run.drain_s,
+            )
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def connect(job: Job) -> None:
+    """Connect to the Ray cluster of the job, or to the running one, or start a local one.
+
+    Raises:
+        ConfigError: run.address (or RAY_ADDRESS) names a cluster that does not answer.
+    """
+    if ray.is_initialized():
+        return
+    named = job.run.address or os.environ.get("RAY_ADDRESS")
+    try:
+        if named != "local":
+            ray.init(address=named or "auto", logging_level=logging.WARNING)
+            return
+    except ConnectionError as error:
+        if named:
+            raise ConfigError(f"run.address = {named!r}: no Ray cluster there: {_first_line(error)}") from None
+    cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=_LOCAL_OBJECT_STORE,
+        logging_level=logging.WARNING,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

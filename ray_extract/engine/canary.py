@@ -1,0 +1,96 @@
+"""The canary: prompts whose states must come back right before an engine may serve.
+
+The handshake shows that the hooks are in place; the canary shows that the states they take are those of the model. The
+final state goes through the LM head of the checkpoint, and its argmax must be the engine's own next token: a state
+before the norm, of another layer or of another row does not pass.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ray_extract.errors import CaptureRefused
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (33, 1, 64, 20)
+_HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight")  # the second one where the two are tied
+_BLOCK = 16384
+# The engine rounds its logits to the model's type; near ties within that rounding may fall either way.
+_LOGIT_TOLERANCE = 2.0**-6
+
+
+def canary_prompts(vocab_size: int, longest: int) -> list[npt.NDArray[np.int32]]:
+    """Fixed prompts of random ids; i32, one array each."""
+    rng = np.random.default_rng(20240229)
+    return [rng.integers(0, vocab_size, min(n, longest)).astype(np.int32) for n in _LENGTHS]
+
+
+def judge_states(names: Sequence[str], rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Look for states that no model computes.
+
+    Args:
+        names: K names.
+        rows: for each prompt K tensors [tokens, hidden].
+
+    Raises:
+        CaptureRefused: a state is not finite, zero or constant, or two states of a prompt are equal.
+    """
+    for states in rows:
+        for name, state in zip(names, states, strict=True):
+            values = state.float()
+            if not bool(torch.isfinite(values).all()):
+                raise CaptureRefused(f"canary: {name} holds NaN or infinity")
+            if bool((values == values[:, :1]).all(dim=1).any()):
+                raise CaptureRefused(f"canary: a token's {name} is zero or constant")
+        for i, first in enumerate(states):
+            for j in range(i):
+                if torch.equal(first, states[j]):
+                    raise CaptureRefused(f"canary: {names[j]} and {names[i]} are the same")
+
+
+def load_head(model_path: Path) -> torch.Tensor | None:
+    """The LM head's weight [vocab, hidden] from a safetensors checkpoint, or None where it is not stored plainly."""
+    from safetensors import safe_open
+
+    index = model_path / "model.safetensors.index.json"
+    if index.exists():
+        files = {name: model_path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    else:
+        files = {}
+        for path in sorted(model_path.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as f:
+                files |= dict.fromkeys(f.keys(), path)
+    for wanted in _HEAD_NAMES:
+        for name, path in files.items():
+            if name == wanted or name.endswith(f".{wanted}"):
+                with safe_open(path, framework="pt") as f:
+                    weight: torch.Tensor = f.get_tensor(name)
+                return weight if weight.is_floating_point() and weight.itemsize >= 2 else None
+    return None
+
+
+def judge_next_token(head: torch.Tensor, final: torch.Tensor, token: int) -> None:
+    """Compare the engine's next token with the LM head on the last final state.
+
+    Args:
+        head: [vocab, hidden].
+        final: [hidden], the final state of the prompt's last token.
+        token: what the engine generated greedily.
+
+    Raises:
+        CaptureRefused: another token is the largest, by more than rounding.
+    """
+    state = final.float()
+    logits = torch.cat([block.float() @ state for block in torch.split(head, _BLOCK)])
+    gap = float(logits.max() - logits[token])
+    if gap > _LOGIT_TOLERANCE * float(logits.abs().max()):
+        raise CaptureRefused(
+            f"canary: the engine's next token is {token}, the LM head on the captured final state says "
+            f"{int(logits.argmax())}: the state is not what enters the LM head"
+        )

@@ -1,0 +1,588 @@
+"""What is done: the run's identity, one commit per unit, numbered manifests, and what adds up to what.
+
+    run.json                 whose output this is; create-if-absent, another identity is refused
+    commits/<unit>.json      the unit's only commit point, a Receipt; create-if-absent, kept for ever
+    manifest-<n>.parquet     one row for each row of the data set; never overwritten, readers take the highest
+    _SUCCESS                 the run is complete
+
+A shard may exist twice, a row is committed once: readers open only what commits, and so manifests, name. Two drivers
+on one output are harmless: both may extract a unit, one commit wins.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ray_extract import layout
+from ray_extract.config import Job
+from ray_extract.dataset.prepare import PreparedRow
+from ray_extract.errors import AlreadyExists, IdentityMismatch, ShardError
+from ray_extract.model import ModelShape
+from ray_extract.records import Receipt, Unit
+from ray_extract.shards.image import FORMAT_VERSION
+from ray_extract.store import ObjectInfo, Store, put_once
+
+log = logging.getLogger(__name__)
+
+IDENTITY_VERSION = 1
+
+_READERS = 16  # commits read at once: at 20 ms a request on S3, 100,000 take two minutes in place of half an hour
+_BATCH_ROWS = 8192
+
+# Engine arguments that change the states themselves, unlike those of speed and size.
+_STATE_ARGS = ("json_model_override_args", "kv_cache_dtype")
+
+MANIFEST_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("row_id", pa.string(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("n_tokens", pa.int64(), nullable=False),
+        pa.field("kept", pa.int64(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("reason", pa.string()),
+        pa.field("unit", pa.string()),
+        pa.field("shard", pa.string()),
+        pa.field("format", pa.string()),
+        pa.field("row_in_shard", pa.int32()),
+        pa.field("token_offset", pa.int64()),
+        pa.field("digests", pa.list_(pa.uint64())),
+    ]
+)
+"""Columns of a manifest, one row for each row of the data set, in order.
+
+row, row_id, source, n_tokens: as prepared; n_tokens is 0 for skipped rows.
+kept: stored tokens.
+status: `ok`, `skipped` (not usable, in no shard) or `failed` (zeroed in its shard).
+reason: why not ok; the text before the first colon is its kind.
+unit, shard, format: where the row is; shard is the object's key. Null for skipped rows, like all that follow.
+row_in_shard: its place among the shard's rows.
+token_offset: its first token in the shard's states.
+digests: u64 [1 + states], see capture.digest; the first one is of the token ids.
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What must be the same for two jobs to share an output; each section holds JSON values.
+
+    Args:
+        dataset: fingerprints of the sources, template and mask, limits, field names.
+        model: weights, types, and the kind of engine.
+        capture: which states of which tokens.
+        plan: what units are made by.
+        format: of the shards.
+    """
+
+    dataset: dict[str, Any]
+    model: dict[str, Any]
+    capture: dict[str, Any]
+    plan: dict[str, Any]
+    format: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Self:
+        """Inverse of to_json."""
+        return cls(**record)
+
+
+def run_identity(
+    job: Job, shape: ModelShape, boundaries: Sequence[int], sources: Sequence[Mapping[str, Any]], template_sha: str
+) -> RunIdentity:
+    """The identity of a job. What only moves work (paths, engines, parallelism, chunk size) is no part of it.
+
+    Args:
+        job: the job.
+        shape: its model.
+        boundaries: the resolved ones, ascending.
+        sources: a fingerprint of each input file, in order.
+        template_sha: hash of the chat template in use.
+    """
+    data, engine = job.dataset, job.engine
+    identity = RunIdentity(
+        dataset={
+            "sources": [dict(source) for source in sources],
+            "template": template_sha,
+            "fields": data.fields.model_dump(),
+            "mask": data.mask,
+            "max_tokens": data.max_tokens,
+            # Bounds the rows only where max_tokens does not.
+            "context_length": None if data.max_tokens else engine.context_length or shape.context_length,
+            "overlong": data.overlong,
+            "limit": data.limit,
+        },
+        model={
+            "fingerprint": shape.fingerprint,
+            "architecture": shape.architecture,
+            "dtype": shape.dtype,
+            "quantization": job.model.quantization,
+            "weights": "random" if job.model.load_format == "dummy" else "checkpoint",
+            "engine": engine.kind,
+            "args": {name: engine.args[name] for name in _STATE_ARGS if name in engine.args},
+        },
+        capture={
+            "boundaries": list(boundaries),
+            "final": job.capture.final,
+            "keep": job.capture.keep,
+            "dtype": shape.dtype,
+            "hidden": shape.hidden,
+        },
+        plan={"shard_bytes": int(job.output.shard_bytes), "max_rows": job.output.max_rows},
+        format={"shards": job.output.format, "image": FORMAT_VERSION},
+    )
+    # As it will be read back, so that tuples and lists do not differ.
+    return RunIdentity.from_json(json.loads(json.dumps(identity.to_json())))
+
+
+def diff(run: RunIdentity, job: RunIdentity) -> list[str]:
+    """Where two identities differ, one readable line a field; empty if nowhere."""
+    before, after = dict(_leaves("", run.to_json())), dict(_leaves("", job.to_json()))
+    names = list(dict.fromkeys([*before, *after]))
+    return [
+        f"{name}: run has {_shown(before, name)}, this job asks {_shown(after, name)}"
+        for name in names
+        if _shown(before, name) != _shown(after, name)
+    ]
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}" if name else key, inner)
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for i, item in enumerate(value):
+            yield from _leaves(f"{name}[{i}]", item)
+    else:
+        yield name, value
+
+
+def _shown(leaves: Mapping[str, Any], name: str) -> str:
+    return json.dumps(leaves[name]) if name in leaves else "nothing"
+
+
+class Ledger:
+    """The commits under one output."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def claim(self, identity: RunIdentity, environment: Mapping[str, str]) -> None:
+        """Make the output ours, or find that it is.
+
+        Args:
+            identity: must equal that of the run that is there, if one is.
+            environment: versions and hardware; a difference is only logged.
+
+        Raises:
+            IdentityMismatch: the output belongs to another run.
+        """
+        record = {"version": IDENTITY_VERSION, "identity": identity.to_json(), "environment": dict(environment)}
+        try:
+            self.store.put(layout.RUN_KEY, json.dumps(record, indent=2).encode())
+            return
+        except AlreadyExists:
+            found, then = self._read_run()
+        lines = diff(found, identity)
+        if lines:
+            raise IdentityMismatch(
+                f"{self.store.url} holds another run; choose another output.url, or the old settings:\n  "
+                + "\n  ".join(lines)
+            )
+        for name in sorted({*then, *environment}):
+            if then.get(name) != environment.get(name):
+                log.warning(
+                    "this run began with %s %s, and goes on with %s", name, then.get(name), environment.get(name)
+                )
+
+    def identity(self) -> RunIdentity | None:
+        """Whose output this is; None if nobody's yet."""
+        return self._read_run()[0] if self.store.head(layout.RUN_KEY) else None
+
+    def _read_run(self) -> tuple[RunIdentity, dict[str, str]]:
+        try:
+            record = json.loads(self.store.get(layout.RUN_KEY))
+            version = record["version"]
+            if version == IDENTITY_VERSION:
+                return RunIdentity.from_json(record["identity"]), dict(record["environment"])
+        except (ValueError, KeyError, TypeError):
+            version = "unreadable"
+        raise IdentityMismatch(
+            f"{self.store.url}/{layout.RUN_KEY}: version {version}; this release reads {IDENTITY_VERSION}. "
+            "Choose another output.url, or the release that began the run"
+        )
+
+    def commit(self, receipt: Receipt) -> bool:
+        """Commit a unit, once.
+
+        Returns:
+            True if the unit's commit is this attempt's, now or already (a retry after a lost answer); False if another
+            attempt won, whose shard counts and ours does not.
+        """
+        text = json.dumps(receipt.to_json(), sort_keys=True).encode()
+        if put_once(self.store, layout.commit_key(receipt.unit), text):
+            return True
+        winner = self._read_receipt(receipt.unit)
+        if winner.attempt == receipt.attempt:
+            return True
+        log.warning(
+            "unit %s: attempt %s was committed before %s; is another driver on this output?",
+            receipt.unit,
+            winner.attempt,
+            receipt.attempt,
+        )
+        return False
+
+    def committed_units(self) -> set[str]:
+        """The units that need no more work."""
+        return set(self._commits())
+
+    def receipt(self, unit: str) -> Receipt | None:
+        """A unit's commit, or None."""
+        return self._read_receipt(unit) if self.store.head(layout.commit_key(unit)) else None
+
+    def receipts(self) -> Iterator[Receipt]:
+        """All commits, ordered by unit; a few are read ahead in parallel."""
+        units = iter(sorted(self._commits()))
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            # Bounded, since 100,000 receipts may be tens of gigabytes of digests.
+            ahead = [pool.submit(self._read_receipt, unit) for unit in itertools.islice(units, 2 * _READERS)]
+            while ahead:
+                yield ahead.pop(0).result()
+                ahead += [pool.submit(self._read_receipt, unit) for unit in itertools.islice(units, 1)]
+
+    def _commits(self) -> Iterator[str]:
+        for item in self.store.list(layout.COMMITS_PREFIX):
+            yield layout.unit_of_commit(item.key)
+
+    def _read_receipt(self, unit: str) -> Receipt:
+        key = layout.commit_key(unit)
+        try:
+            return Receipt.from_json(json.loads(self.store.get(key)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ShardError(f"{self.store.url}/{key}: not a commit that this release reads: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+    """What became of the rows of a data set.
+
+    Args:
+        rows: all rows.
+        ok: those with states.
+        skipped, failed: the others, by kind of reason.
+        tokens: prompt tokens of the rows that are ok.
+        kept: their stored tokens.
+        nbytes: bytes of the shards.
+    """
+
+    rows: int = 0
+    ok: int = 0
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed: dict[str, int] = dataclasses.field(default_factory=dict)
+    tokens: int = 0
+    kept: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(
+            rows=self.rows + other.rows,
+            ok=self.ok + other.ok,
+            skipped=dict(Counter(self.skipped) + Counter(other.skipped)),
+            failed=dict(Counter(self.failed) + Counter(other.failed)),
+            tokens=self.tokens + other.tokens,
+            kept=self.kept + other.kept,
+            nbytes=self.nbytes + other.nbytes,
+        )
+
+    def check(self) -> None:
+        """Raises ShardError unless rows = ok + skipped + failed."""
+        skipped, failed = sum(self.skipped.values()), sum(self.failed.values())
+        if self.rows != self.ok + skipped + failed:
+            raise ShardError(f"{self.rows} rows, but {self.ok} ok + {skipped} skipped + {failed} failed: rows got lost")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return dataclasses.asdict(self)
+
+
+def count(part: pa.Table | pa.RecordBatch) -> Totals:
+    """Totals of a part of a manifest; nbytes is 0, since a manifest does not know the sizes of shards."""
+    status = part.column("status")
+    ok = pc.equal(status, "ok")
+
+    def kinds(which: str) -> dict[str, int]:
+        reasons = part.filter(pc.equal(status, which)).column("reason").to_pylist()
+        return dict(Counter((reason or "unknown").partition(":")[0] for reason in reasons))
+
+    def total(name: str) -> int:
+        return int(pc.sum(part.filter(ok).column(name)).as_py() or 0)
+
+    return Totals(
+        rows=part.num_rows,
+        ok=int(pc.sum(ok).as_py() or 0),
+        skipped=kinds("skipped"),
+        failed=kinds("failed"),
+        tokens=total("n_tokens"),
+        kept=total("kept"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowHead:
+    """A prepared row without its tokens: what a manifest says of every row.
+
+    Args:
+        index, row_id, source: as prepared.
+        n_tokens: prompt tokens.
+        kept: tokens whose states are stored.
+        reason: why the row is skipped, or None.
+    """
+
+    index: int
+    row_id: str
+    source: str
+    n_tokens: int
+    kept: int
+    reason: str | None
+
+    @classmethod
+    def of(cls, row: PreparedRow, keep: str) -> Self:
+        """The head of a prepared row under `capture.keep`."""
+        return cls(row.index, row.row_id, row.source, len(row.input_ids), row.kept(keep), row.reason)
+
+
+def manifest_rows(
+    rows: Iterable[RowHead], units: Iterable[Unit], receipts: Iterable[Receipt]
+) -> Iterator[dict[str, Any]]:
+    """Join rows, plan and commits, all in order, into records of MANIFEST_SCHEMA; streaming, one unit in memory.
+
+    Args:
+        rows: every row of the data set, by index from 0.
+        units: the plan, by first row.
+        receipts: one for each unit, in the plan's order (more would be of another plan).
+
+    Raises:
+        ShardError: a unit is not committed, or plan, rows and commits do not fit each other.
+    """
+    source = _Counted(rows)
+    done = iter(receipts)
+    for unit in units:
+        yield from (_skipped(row) for row in source.until(unit.first))
+        receipt = next(done, None)
+        if receipt is None or receipt.unit != unit.unit:
+            found = f"; {receipt.unit} is next" if receipt else ""
+            raise ShardError(f"unit {unit.unit} (rows {unit.first} to {unit.end}) has no commit{found}; run again")
+        yield from _unit_rows(source.until(unit.end), unit, receipt)
+    yield from (_skipped(row) for row in source.until(None))
+    extra = next(done, None)
+    if extra is not None:
+        raise ShardError(f"commit of unit {extra.unit}: the plan has no such unit")
+
+
+class _Counted:
+    """Rows that come one by one, each with the index that is due."""
+
+    def __init__(self, rows: Iterable[RowHead]) -> None:
+        self._rows = iter(rows)
+        self._next = 0
+
+    def until(self, end: int | None) -> Iterator[RowHead]:
+        while end is None or self._next < end:
+            row = next(self._rows, None)
+            if row is None:
+                if end is not None:
+                    raise ShardError(f"row {self._next} is missing: the plan has rows up to {end}")
+                return
+            if row.index != self._next:
+                raise ShardError(f"row {row.index} came where row {self._next} was due")
+            self._next += 1
+            yield row
+
+
+def _skipped(row: RowHead) -> dict[str, Any]:
+    if row.reason is None:
+        raise ShardError(f"row {row.index} is usable, but in no unit of the plan")
+    return {**_head(row), "status": "skipped", "reason": row.reason}
+
+
+def _head(row: RowHead) -> dict[str, Any]:
+    return {
+        "row": row.index,
+        "row_id": row.row_id,
+        "source": row.source,
+        "n_tokens": row.n_tokens,
+        "kept": row.kept,
+    }
+
+
+def _unit_rows(rows: Iterable[RowHead], unit: Unit, receipt: Receipt) -> Iterator[dict[str, Any]]:
+    if receipt.rows != unit.rows or not unit.rows or len(receipt.digests) % (8 * unit.rows):
+        raise ShardError(
+            f"commit of unit {unit.unit}: {receipt.rows} rows and {len(receipt.digests)} bytes of digests, where the "
+            f"plan has {unit.rows} rows"
+        )
+    digests = np.frombuffer(receipt.digests, dtype="<u8").reshape(unit.rows, -1)
+    failures = {failure.row: failure for failure in receipt.failures}
+    place = tokens = 0
+    for row in rows:
+        if row.reason is not None:
+            yield _skipped(row)
+            continue
+        if place == unit.rows:
+            raise ShardError(f"unit {unit.unit}: more usable rows than the {unit.rows} planned")
+        failure = failures.pop(row.index, None)
+        yield {
+            **_head(row),
+            "status": "failed" if failure else "ok",
+            "reason": f"{failure.status.name.lower()}: {failure.reason}" if failure else None,
+            "unit": unit.unit,
+            "shard": receipt.key,
+            "format": receipt.format,
+            "row_in_shard": place,
+            "token_offset": tokens,
+            "digests": digests[place],
+        }
+        place += 1
+        tokens += row.kept
+    if place != unit.rows or tokens != unit.kept:
+        raise ShardError(
+            f"unit {unit.unit}: {place} usable rows with {tokens} stored tokens, {unit.rows} and {unit.kept} planned"
+        )
+    if failures:
+        raise ShardError(f"commit of unit {unit.unit}: reports rows that it does not hold: {sorted(failures)}")
+
+
+def write_manifest(
+    store: Store, rows: Iterable[RowHead], units: Iterable[Unit], receipts: Iterable[Receipt]
+) -> tuple[str, Totals]:
+    """Write the next manifest, or find that the latest one says the same.
+
+    Args:
+        store: the output.
+        rows, units, receipts: see manifest_rows; receipts as Ledger.receipts yields them.
+
+    Returns:
+        Its key, and what became of the rows.
+
+    Raises:
+        ShardError: see manifest_rows; nothing is written.
+    """
+    sizes: list[int] = []
+
+    def measured() -> Iterator[Receipt]:
+        for receipt in receipts:
+            sizes.append(receipt.size)
+            yield receipt
+
+    # A file, since a lost race for a number means sending it again.
+    with tempfile.TemporaryFile() as file:
+        totals = Totals()
+        with pq.ParquetWriter(file, MANIFEST_SCHEMA, compression="zstd") as writer:
+            records = manifest_rows(rows, units, measured())
+            while batch := list(itertools.islice(records, _BATCH_ROWS)):
+                part = pa.RecordBatch.from_pylist(batch, schema=MANIFEST_SCHEMA)
+                totals += count(part)
+                writer.write_batch(part)
+        totals = dataclasses.replace(totals, nbytes=sum(sizes))
+        totals.check()
+        size = file.tell()
+
+        def chunks() -> Iterator[bytes]:
+            file.seek(0)
+            return iter(lambda: file.read(1 << 20), b"")
+
+        return _put_numbered(store, size, chunks), totals
+
+
+def _put_numbered(store: Store, size: int, chunks: Callable[[], Iterator[bytes]]) -> str:
+    number = max(_manifest_numbers(store), default=-1)
+    if number >= 0 and _equal(store, layout.manifest_key(number), size, chunks()):
+        return layout.manifest_key(number)
+    while True:
+        number += 1
+        key = layout.manifest_key(number)
+        try:
+            store.put_stream(key, chunks())
+        except AlreadyExists:
+            # Another driver's, or ours after a lost answer.
+            if _equal(store, key, size, chunks()):
+                return key
+        else:
+            return key
+
+
+def _equal(store: Store, key: str, size: int, chunks: Iterable[bytes]) -> bool:
+    info = store.head(key)
+    if info is None or info.size != size:
+        return False
+    at = 0
+    for chunk in chunks:
+        if store.get_range(key, at, len(chunk)) != chunk:
+            return False
+        at += len(chunk)
+    return True
+
+
+def _manifest_numbers(store: Store) -> Iterator[int]:
+    for item in store.list("", recursive=False):
+        number = layout.manifest_number(item.key)
+        if number is not None:
+            yield number
+
+
+def latest_manifest(store: Store) -> str | None:
+    """Key of the manifest to read, or None before the first one."""
+    number = max(_manifest_numbers(store), default=None)
+    return None if number is None else layout.manifest_key(number)
+
+
+def read_manifest(store: Store) -> pa.Table:
+    """The latest manifest, see MANIFEST_SCHEMA.
+
+    Raises:
+        ShardError: there is none yet, or it is damaged.
+    """
+    key = latest_manifest(store)
+    if key is None:
+        raise ShardError(f"{store.url}: no manifest; the run has not finished, or this is not an output of ray_extract")
+    try:
+        return pq.read_table(pa.BufferReader(store.get(key)), schema=MANIFEST_SCHEMA)
+    except pa.ArrowException as error:
+        raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
+
+
+def write_success(store: Store, summary: Mapping[str, Any]) -> None:
+    """Say that the run is complete. What an earlier completion said stays."""
+    text = json.dumps(dict(summary), indent=2, sort_keys=True).encode()
+    if not put_once(store, layout.SUCCESS_KEY, text):
+        log.info("%s/%s is there already", store.url, layout.SUCCESS_KEY)
+
+
+def orphans(store: Store) -> list[ObjectInfo]:
+    """Shards that lost: their unit's commit names another attempt.
+
+    Shards of units without a commit are not among them, since whoever wrote them may be about to commit.
+    """
+    shards: dict[str, list[ObjectInfo]] = {}
+    for item in store.list(layout.SHARDS_PREFIX):
+        # A unit's name may hold dots, those of an attempt and an ending do not.
+        unit = item.key.removeprefix(layout.SHARDS_PREFIX).rsplit(".", 2)[0]
+        shards.setdefault(unit, []).append(item)
+    return [
+        item for receipt in Ledger(store).receipts() for item in shards.get(receipt.unit, []) if item.key != receipt.key
+    ]

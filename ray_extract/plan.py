@@ -1,0 +1,254 @@
+"""Rows -> units: which rows make which shard. Pure, streaming, and independent of the workers."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+
+from ray_extract import layout
+from ray_extract.config import Job
+from ray_extract.dataset.prepare import prepare
+from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength, put_table, read_table, write_rows
+from ray_extract.errors import AlreadyExists, PlanError
+from ray_extract.model import ModelShape
+from ray_extract.records import Unit
+from ray_extract.store import Store
+
+log = logging.getLogger(__name__)
+
+PLAN_VERSION = 1
+
+_UNITS_SCHEMA = pa.schema(
+    [
+        pa.field(field.name, pa.string() if field.name == "unit" else pa.int64(), nullable=False)
+        for field in dataclasses.fields(Unit)
+    ]
+)
+
+
+def plan_units(
+    lengths: Iterable[RowLength],
+    *,
+    token_bytes: int,
+    shard_bytes: int,
+    max_rows: int,
+    max_unit_bytes: int | None = None,
+) -> Iterator[Unit]:
+    """Pack consecutive usable rows into units; the same rows and numbers always give the same units.
+
+    A unit takes rows until the next one would take it over its target; a row larger than the target is a unit alone.
+
+    Args:
+        lengths: all rows in order; those that are not usable are passed over.
+        token_bytes: bytes of all states of one stored token.
+        shard_bytes: target for the states of one unit.
+        max_rows: most rows in one unit.
+        max_unit_bytes: what the arena can hold; the target if it is smaller than shard_bytes.
+
+    Raises:
+        PlanError: a row is larger than max_unit_bytes.
+    """
+    target = shard_bytes if max_unit_bytes is None else min(shard_bytes, max_unit_bytes)
+    number = 0
+    rows: list[RowLength] = []
+    kept = 0
+    for row in lengths:
+        if not row.usable:
+            continue
+        if max_unit_bytes is not None and row.kept * token_bytes > max_unit_bytes:
+            raise _too_large(row, token_bytes, max_unit_bytes)
+        if rows and (len(rows) >= max_rows or (kept + row.kept) * token_bytes > target):
+            yield _unit(number, rows, token_bytes)
+            number, rows, kept = number + 1, [], 0
+        rows.append(row)
+        kept += row.kept
+    if rows:
+        yield _unit(number, rows, token_bytes)
+
+
+def _unit(number: int, rows: list[RowLength], token_bytes: int) -> Unit:
+    kept = sum(row.kept for row in rows)
+    return Unit(
+        unit=layout.unit_id(number),
+        first=rows[0].row,
+        end=rows[-1].row + 1,
+        rows=len(rows),
+        tokens=sum(row.tokens for row in rows),
+        kept=kept,
+        nbytes=kept * token_bytes,
+    )
+
+
+def _too_large(row: RowLength, token_bytes: int, max_unit_bytes: int) -> PlanError:
+    nbytes = row.kept * token_bytes
+    return PlanError(
+        f"row {row.row}: its states are {show_bytes(nbytes)} ({row.kept} tokens of {token_bytes} bytes), and the "
+        f"arena holds units of {show_bytes(max_unit_bytes)}, half of it, at most; raise run.arena_bytes above "
+        f"{show_bytes(2 * nbytes)}, or lower dataset.max_tokens"
+    )
+
+
+def write_units(store: Store, units: Iterable[Unit]) -> None:
+    """Store the units, create-if-absent.
+
+    Raises:
+        PlanError: other units are there.
+        StoreError: writing failed.
+    """
+    records = [dataclasses.asdict(unit) for unit in units]
+    put_table(store, layout.UNITS_KEY, pa.Table.from_pylist(records, schema=_UNITS_SCHEMA))
+
+
+def read_units(store: Store) -> list[Unit]:
+    """Inverse of write_units.
+
+    Raises:
+        PlanError: they are damaged.
+        StoreError: they cannot be read.
+    """
+    table = read_table(store, layout.UNITS_KEY)
+    if not table.schema.equals(_UNITS_SCHEMA):
+        raise PlanError(f"output.url: {layout.UNITS_KEY} is of another release; choose another output.url")
+    return [Unit(**record) for record in table.to_pylist()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What a plan comes to.
+
+    Args:
+        rows: all rows of the input.
+        usable: those that will be extracted; the others are in `skipped`, by kind of reason.
+        truncated: usable rows whose end was cut off.
+        tokens: prompt tokens of the usable rows.
+        kept: those whose states are stored.
+        token_bytes: bytes of all states of a stored token.
+        state_bytes: bytes of all states.
+        units: number of units, so of shards.
+        largest_unit_bytes: bytes of states in the largest of them.
+    """
+
+    rows: int
+    usable: int
+    skipped: dict[str, int]
+    truncated: int
+    tokens: int
+    kept: int
+    token_bytes: int
+    state_bytes: int
+    units: int
+    largest_unit_bytes: int
+
+    def lines(self) -> list[str]:
+        """For people, one line a fact."""
+        skipped = self.rows - self.usable
+        cut = f", {self.truncated:,} of them cut off at the end" if self.truncated else ""
+        return [
+            f"rows      {self.rows:,} = {self.usable:,} usable{cut} + {skipped:,} skipped",
+            *(f"          {count:,} skipped: {kind}" for kind, count in self.skipped.items()),
+            f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored at {self.token_bytes:,} bytes each",
+            f"states    {show_bytes(self.state_bytes)}",
+            f"shards    {self.units:,}, the largest of {show_bytes(self.largest_unit_bytes)}",
+        ]
+
+
+def estimate(index: RowIndex, units: Iterable[Unit], token_bytes: int) -> PlanSummary:
+    """Sum up a plan."""
+    sizes = [unit.nbytes for unit in units]
+    return PlanSummary(
+        rows=index.rows,
+        usable=index.usable,
+        skipped=index.skipped,
+        truncated=index.truncated,
+        tokens=index.tokens,
+        kept=index.kept,
+        token_bytes=token_bytes,
+        state_bytes=sum(sizes),
+        units=len(sizes),
+        largest_unit_bytes=max(sizes, default=0),
+    )
+
+
+def show_bytes(nbytes: int) -> str:
+    """Bytes in decimal and binary units, since people mean both by the same letters: `992.05 GB (923.92 GiB)`."""
+    for power, decimal, binary in ((4, "TB", "TiB"), (3, "GB", "GiB"), (2, "MB", "MiB"), (1, "kB", "KiB")):
+        if nbytes >= 1000**power:
+            return f"{nbytes / 1000**power:.2f} {decimal} ({nbytes / 1024**power:.2f} {binary})"
+    return f"{nbytes} bytes"
+
+
+def load_or_make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> tuple[RowIndex, list[Unit]]:
+    """The stored plan of this output, or a new one made from the data set and stored.
+
+    The plan counts once its last object, layout.PLAN_KEY, is there. Of two drivers that plan at once the first to
+    write it wins, and both go on with what it wrote.
+
+    Args:
+        store: the output.
+        job, shape: what to plan.
+        token_bytes: bytes of all states of one stored token.
+
+    Raises:
+        ConfigError, DatasetError: the data set cannot be prepared.
+        PlanError: no usable row, a row too large for the arena, or a stored plan of another release.
+        StoreError: reading or writing failed.
+    """
+    if store.head(layout.PLAN_KEY) is None:
+        _make_plan(store, job, shape, token_bytes)
+    return _load_plan(store)
+
+
+def _make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> None:
+    index = write_rows(store, prepare(job, shape), keep=job.capture.keep)
+    log.info("prepared %d rows, %d of them usable, %d tokens", index.rows, index.usable, index.tokens)
+    try:
+        units = _plan(store, index, job, token_bytes)
+    except PlanError:
+        # Nothing refers to these parts yet, and they would be in the way of the corrected job.
+        for part in range(len(index.starts)):
+            store.delete(layout.rows_key(part))
+        raise
+    write_units(store, units)
+    text = json.dumps({"version": PLAN_VERSION, "rows": index.to_json(), "units": len(units)})
+    try:
+        store.put(layout.PLAN_KEY, text.encode(), create=True)
+    except AlreadyExists:
+        log.info("another driver finished the plan first; using it")
+
+
+def _plan(store: Store, index: RowIndex, job: Job, token_bytes: int) -> list[Unit]:
+    if not index.usable:
+        skipped = ", ".join(f"{count} x {kind}" for kind, count in index.skipped.items())
+        raise PlanError(
+            f"dataset.paths: none of {index.rows} rows can be used" + (f" ({skipped})" if skipped else "; it is empty")
+        )
+    return list(
+        plan_units(
+            PreparedRows(store, index).lengths(),
+            token_bytes=token_bytes,
+            shard_bytes=job.output.shard_bytes,
+            max_rows=job.output.max_rows,
+            # The arena holds at least two extents: one filled while the other is flushed.
+            max_unit_bytes=None if job.run.arena_bytes is None else job.run.arena_bytes // 2,
+        )
+    )
+
+
+def _load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
+    try:
+        tree = json.loads(store.get(layout.PLAN_KEY))
+        version, rows, count = tree["version"], tree["rows"], tree["units"]
+        index = RowIndex.from_json(rows) if version == PLAN_VERSION else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"output.url: {layout.PLAN_KEY} is damaged ({error}); choose another output.url") from None
+    if index is None:
+        raise PlanError(
+            f"output.url: {layout.PLAN_KEY} has version {version!r} and this release reads {PLAN_VERSION}; "
+            "finish with the release that began, or choose another output.url"
+        )
+    units = read_units(store)
+    if len(units) != count or sum(unit.rows for unit in units) != index.usable:
+        raise PlanError(f"output.url: {layout.UNITS_KEY} is not what {layout.PLAN_KEY} says; choose another output.url")
+    return index, units

@@ -1,0 +1,162 @@
+"""Stored states against Hugging Face Transformers, the reference for what a state is.
+
+Boundary b is `hidden_states[b]`, and `final` is the last entry, which Transformers hands out after the final norm.
+A token's error is the norm of the difference over the norm of the fp32 reference. States stored in fp32 must be within
+FP32_TOLERANCE. Of bf16 and fp16 nobody can ask that: two right programs differ by rounding. So Transformers runs in
+that type too, and the stored states must be about as near to the fp32 reference as its own are.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ray_extract.errors import ConfigError
+
+FP32_TOLERANCE = 1e-5
+"""Largest error of a token whose state is stored in fp32."""
+HALF_FACTOR = 1.2
+"""The median error of states stored in bf16 or fp16 may be this many times that of Transformers in the same type ..."""
+HALF_SLACK = 1e-6
+"""... plus this."""
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredRow:
+    """A row to recompute.
+
+    Args:
+        input_ids: i32 [n].
+        positions: i64 [kept].
+        states: stored states by name, each [kept, H].
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64]
+    states: Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateError:
+    """Errors of one state, over the stored tokens of all recomputed rows.
+
+    Args:
+        name: the state.
+        dtype: the stored type, such as `bfloat16`.
+        tokens: how many.
+        p50, max: median and largest relative error.
+        reference_p50, reference_max: the same of Transformers in the stored type; 0 for fp32.
+    """
+
+    name: str
+    dtype: str
+    tokens: int
+    p50: float
+    max: float
+    reference_p50: float
+    reference_max: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the stored states are as near as they must be; NaN is not."""
+        if self.dtype == "float32":
+            return self.max <= FP32_TOLERANCE
+        return self.p50 <= HALF_FACTOR * self.reference_p50 + HALF_SLACK
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.name} ({self.dtype}, {self.tokens} tokens): relative error p50 {self.p50:.2e}, max {self.max:.2e}"
+        )
+        if self.dtype == "float32":
+            return f"{text}; at most {FP32_TOLERANCE:.0e} allowed"
+        return f"{text}; Transformers' own {self.reference_p50:.2e}, {self.reference_max:.2e}"
+
+
+def state_errors(rows: Sequence[StoredRow], model_path: str) -> list[StateError]:
+    """Run Transformers over the rows, one by one, on the GPU if there is one.
+
+    Args:
+        rows: at least one, all with the same states in the same types.
+        model_path: the checkpoint's folder.
+
+    Raises:
+        ConfigError: Transformers is missing, or cannot load the checkpoint; a state that it does not hand out.
+    """
+    names = list(rows[0].states)
+    dtypes = {name: rows[0].states[name].dtype for name in names}
+    truth = _hidden_states(model_path, torch.float32, rows, names)
+    own = {dtype: _hidden_states(model_path, dtype, rows, names) for dtype in set(dtypes.values()) - {torch.float32}}
+    found = []
+    for name in names:
+        errors = _errors([row.states[name].float().numpy() for row in rows], [t[name] for t in truth])
+        reference = np.zeros(1)
+        if dtypes[name] in own:
+            reference = _errors([o[name] for o in own[dtypes[name]]], [t[name] for t in truth])
+        found.append(
+            StateError(
+                name=name,
+                dtype=str(dtypes[name]).removeprefix("torch."),
+                tokens=len(errors),
+                p50=float(np.median(errors)),
+                max=float(errors.max()),
+                reference_p50=float(np.median(reference)),
+                reference_max=float(reference.max()),
+            )
+        )
+    return found
+
+
+def _errors(found: Iterable[F32], truth: Iterable[F32]) -> npt.NDArray[np.float64]:
+    """Relative error of each token; f64 [tokens]. Infinite where only the reference is zero."""
+    errors = []
+    for a, b in zip(found, truth, strict=True):
+        difference = np.linalg.norm(a.astype(np.float64) - b, axis=1)
+        scale = np.linalg.norm(b.astype(np.float64), axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            errors.append(np.where(difference == 0, 0.0, difference / scale))
+    return np.concatenate(errors)
+
+
+def _hidden_states(
+    model_path: str, dtype: torch.dtype, rows: Sequence[StoredRow], names: Sequence[str]
+) -> list[dict[str, F32]]:
+    """States at the rows' stored positions, as Transformers computes them in `dtype`; each [kept, H]."""
+    model = _load(model_path, dtype)
+    found: list[dict[str, F32]] = []
+    with torch.inference_mode():
+        for row in rows:
+            ids = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
+            # The inner model: the logits of a long row would take more memory than everything else.
+            states = model.base_model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+            at = torch.from_numpy(row.positions).to(model.device)
+            picked = {name: states[_index(name, len(states))][0][at] for name in names}
+            found.append({name: state.float().cpu().numpy() for name, state in picked.items()})
+    return found
+
+
+def _index(name: str, count: int) -> int:
+    """Place of a state in the tuple of N + 1 that Transformers returns."""
+    which = name.removeprefix("state.")
+    if which == "final":
+        return count - 1
+    boundary = int(which)
+    if not 0 <= boundary < count - 1:
+        raise ConfigError(f"--recompute: {name}: this checkpoint has {count - 1} layers, so it is another model")
+    return boundary
+
+
+def _load(model_path: str, dtype: torch.dtype) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"--recompute needs Hugging Face Transformers, which does not load: {error}") from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"--recompute: {model_path}: Transformers cannot load it: {error}") from None

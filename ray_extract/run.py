@@ -1,0 +1,262 @@
+"""python -m ray_extract.run --config job.yaml [section.key=value ...]: the whole run, on one screen.
+
+Exit codes: 0 every row is accounted for and committed, and no more rows failed than run.max_failed_rows; 1 the run
+stopped or gave units up; 2 the job, the data set or the output is wrong, and nothing was started; 3 complete, but rows
+failed; 4 stopped on request (SIGTERM, SIGINT). After 1 and 4 the same command goes on where it stopped.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import logging
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray_extract
+from ray_extract.capture.boundaries import resolve_boundaries
+from ray_extract.config import Job, load_job
+from ray_extract.dataset.chat import template_fingerprint
+from ray_extract.dataset.prepared import PreparedRows, RowIndex
+from ray_extract.dataset.source import source_fingerprint
+from ray_extract.errors import ConfigError, RayExtractError
+from ray_extract.ledger import Ledger, RowHead, Totals, run_identity, write_manifest, write_success
+from ray_extract.model import ModelShape, describe_model
+from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, show_bytes
+from ray_extract.records import Unit
+from ray_extract.shards.image import TORCH_TO_CODE, state_columns
+from ray_extract.store import Store, open_store, probe_create
+
+if TYPE_CHECKING:
+    from ray_extract.worker import WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED_ROWS = 3
+_ROW_TABLE_BYTES = 256  # of an image, for each row, beside 37 for each state; see shards.image
+_IMAGE_HEADER_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summary:
+    """A complete run.
+
+    Args:
+        totals: of all rows.
+        units: shards committed.
+        manifest: key of the manifest.
+        tokens, seconds: extracted by this invocation, and how long that took.
+    """
+
+    totals: Totals
+    units: int
+    manifest: str
+    tokens: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job that is checked, claimed and planned, with nothing started yet."""
+
+    job: Job
+    shape: ModelShape
+    boundaries: tuple[int, ...]
+    store: Store
+    ledger: Ledger
+    index: RowIndex
+    units: list[Unit]
+
+    @property
+    def plan(self) -> PlanSummary:
+        """Counts and sizes."""
+        return estimate(self.index, self.units, self.token_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of all states of one stored token."""
+        return token_bytes(self.job, self.shape, self.boundaries)
+
+
+def token_bytes(job: Job, shape: ModelShape, boundaries: tuple[int, ...]) -> int:
+    """Bytes of all states of one stored token."""
+    columns = state_columns(boundaries, job.capture.final, TORCH_TO_CODE[shape.dtype], shape.hidden)
+    return sum(column.token_bytes for column in columns)
+
+
+def prepare_run(job: Job) -> Prepared:
+    """Check everything that can be checked without an engine, claim the output, and load or make the plan.
+
+    Raises:
+        RayExtractError: with exit code 2 for whatever is the user's to mend.
+    """
+    shape = describe_model(job.model)
+    job = _absolute(job, shape)
+    boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
+    store = open_store(job.output.url, job.output.storage_options)
+    if not probe_create(store) and not job.output.accept_weak_create:
+        raise ConfigError(
+            f"output.url = {job.output.url!r}: this store overwrites objects that must be written once, so two drivers "
+            "could commit the same unit; use another store, or set output.accept_weak_create = true and run one driver"
+        )
+    ledger = Ledger(store)
+    sources = source_fingerprint(job.dataset)
+    template = template_fingerprint(job.model, job.dataset, shape.path)
+    ledger.claim(run_identity(job, shape, boundaries, sources, template), _environment())
+    index, units = load_or_make_plan(store, job, shape, token_bytes(job, shape, boundaries))
+    return Prepared(job, shape, boundaries, store, ledger, index, units)
+
+
+def run(job: Job) -> Summary:
+    """Extract a data set, or what is left of it.
+
+    Raises:
+        Drained: stopped on request.
+        RayExtractError: the run cannot be completed.
+    """
+    prepared = prepare_run(job)
+    done = prepared.ledger.committed_units()
+    todo = [unit for unit in prepared.units if unit.unit not in done]
+    for line in prepared.plan.lines():
+        logger.info(line)
+    if done:
+        logger.info("%d of %d units are committed already", len(prepared.units) - len(todo), len(prepared.units))
+    tokens, seconds = _extract(prepared, todo) if todo else (0, 0.0)
+    manifest, totals = write_manifest(prepared.store, _row_heads(prepared), prepared.units, prepared.ledger.receipts())
+    write_success(prepared.store, {"manifest": manifest, **totals.to_json()})
+    return Summary(totals, len(prepared.units), manifest, tokens, seconds)
+
+
+def _extract(prepared: Prepared, todo: list[Unit]) -> tuple[int, float]:
+    # Ray and torch take seconds to import, and a mistake in the job file should not wait for it.
+    from ray_extract.driver import Driver, connect
+
+    connect(prepared.job)
+    tokens_left = sum(unit.tokens for unit in todo)
+    driver = Driver(
+        prepared.job,
+        _worker_setup(prepared),
+        prepared.ledger,
+        todo,
+        total_units=len(prepared.units),
+        total_tokens=prepared.index.tokens,
+        done_tokens=prepared.index.tokens - tokens_left,
+    )
+    outcome = driver.run()
+    if outcome.given_up:
+        unit, reason = next(iter(outcome.given_up.items()))
+        raise RayExtractError(
+            f"{len(outcome.given_up)} units were given up after {prepared.job.run.max_attempts} attempts each "
+            f"(run.max_attempts), the others are committed; {unit}: {reason}"
+        )
+    return outcome.tokens, outcome.seconds
+
+
+def _worker_setup(prepared: Prepared) -> "WorkerSetup":
+    from ray_extract.worker import WorkerSetup
+
+    job, shape = prepared.job, prepared.shape
+    return WorkerSetup(
+        job=job.model_dump(mode="json"),
+        rows=prepared.index.to_json(),
+        boundaries=prepared.boundaries,
+        dtype=TORCH_TO_CODE[shape.dtype],
+        hidden=shape.hidden,
+        vocab_size=shape.vocab_size,
+        arena_bytes=job.run.arena_bytes or arena_size(prepared.units, prepared.token_bytes, job.run.units_in_flight),
+        metadata={
+            "model": shape.architecture,
+            "model_fingerprint": shape.fingerprint,
+            "num_layers": str(shape.num_layers),
+            "boundaries": ",".join(map(str, prepared.boundaries)),
+            "final": "after the final norm" if job.capture.final else "not stored",
+            "keep": job.capture.keep,
+            "ray_extract": ray_extract.__version__,
+        },
+        log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
+    )
+
+
+def arena_size(units: Sequence[Unit], bytes_per_token: int, units_in_flight: int) -> int:
+    """Shared memory for the largest units in flight and one more, so that the engine never waits for a flush."""
+    largest = sorted((image_bound(unit) for unit in units), reverse=True)[: units_in_flight + 1]
+    return sum(largest)
+
+
+def image_bound(unit: Unit) -> int:
+    """Bytes that a unit's image takes at most: states, ids and masks, row tables, spans of alternating tokens, pads."""
+    return unit.nbytes + (5 + 8) * unit.tokens + unit.rows * 4 * _ROW_TABLE_BYTES + _IMAGE_HEADER_BYTES + (1 << 20)
+
+
+def _row_heads(prepared: Prepared) -> Iterator[RowHead]:
+    rows = PreparedRows(prepared.store, prepared.index)
+    bounds = [*prepared.index.starts, prepared.index.rows]
+    for first, end in itertools.pairwise(bounds):
+        for row in rows.read(first, end):
+            yield RowHead.of(row, prepared.job.capture.keep)
+
+
+def _absolute(job: Job, shape: ModelShape) -> Job:
+    """Workers run in other folders: local paths become absolute, and the model's type is given by name."""
+    model = job.model.model_copy(update={"path": shape.path, "dtype": shape.dtype})
+    url = job.output.url
+    if "://" not in url:
+        url = str(Path(url).expanduser().absolute())
+    return job.model_copy(update={"model": model, "output": job.output.model_copy(update={"url": url})})
+
+
+def _environment() -> dict[str, str]:
+    return {"ray_extract": ray_extract.__version__, "python": platform.python_version()}
+
+
+def summary_lines(job: Job, summary: Summary) -> list[str]:
+    """The table at the end of a run."""
+    totals = summary.totals
+    rate = summary.tokens / summary.seconds if summary.seconds else 0.0
+
+    def with_reasons(reasons: dict[str, int]) -> str:
+        shown = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
+        return f"{sum(reasons.values()):,}" + (f"   ({shown})" if shown else "")
+
+    return [
+        f"rows        {totals.rows:,}",
+        f"  ok        {totals.ok:,}",
+        f"  skipped   {with_reasons(totals.skipped)}",
+        f"  failed    {with_reasons(totals.failed)}",
+        f"tokens      {totals.tokens:,}" + (f"   ({totals.kept:,} stored)" if totals.kept != totals.tokens else ""),
+        f"shards      {summary.units:,}, {show_bytes(totals.nbytes)}",
+        f"speed       {rate:,.0f} tokens/s, {summary.tokens:,} tokens in {summary.seconds:.0f} s"
+        if summary.tokens
+        else "speed       nothing was left to extract",
+        f"output      {job.output.url}",
+        f"next        ray-extract verify {job.output.url}",
+    ]
+
+
+def exit_code(job: Job, totals: Totals) -> int:
+    """0, or 3 when more rows failed than were allowed to."""
+    return EXIT_FAILED_ROWS if sum(totals.failed.values()) > job.run.max_failed_rows else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ray_extract.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--config", metavar="JOB.YAML", help="the job file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the job file")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
+    try:
+        job = load_job(args.config, args.overrides)
+        summary = run(job)
+    except RayExtractError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    sys.stdout.write("\n".join(summary_lines(job, summary)) + "\n")
+    return exit_code(job, summary.totals)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
