@@ -356,7 +356,7 @@ class Driver:
             engines_ready=sum(a.ready for a in self._actors),
             restarts=max(0, starts - len(self._actors)),
             arena_used=sum(a.counters.get("arena_used", 0) for a in self._actors),
-            arena_bytes=self._setup.arena_bytes * len(self._actors),
+            arena_bytes=self._setup.extractor.arena_bytes * len(self._actors),
             elapsed_s=round(time.monotonic() - self._first_ready, 1) if self._first_ready else 0.0,
             tokens_per_s=round(self._rate, 1),
         )

@@ -197,7 +197,7 @@ def load_or_make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: in
     """
     if store.head(layout.PLAN_KEY) is None:
         _make_plan(store, job, shape, token_bytes)
-    return _load_plan(store)
+    return load_plan(store)
 
 
 def _make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> None:
@@ -236,7 +236,14 @@ def _plan(store: Store, index: RowIndex, job: Job, token_bytes: int) -> list[Uni
     )
 
 
-def _load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
+def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
+    """The stored plan.
+
+    Raises:
+        PlanError: it is damaged, or of another release.
+        NotFound: nothing is planned yet.
+        StoreError: reading failed.
+    """
     try:
         tree = json.loads(store.get(layout.PLAN_KEY))
         version, rows, count = tree["version"], tree["rows"], tree["units"]

@@ -156,17 +156,21 @@ def _extract(prepared: Prepared, todo: list[Unit]) -> tuple[int, float]:
 
 
 def _worker_setup(prepared: Prepared) -> "WorkerSetup":
+    from ray_extract.extractor import ExtractorSetup
     from ray_extract.worker import WorkerSetup
 
     job, shape = prepared.job, prepared.shape
     return WorkerSetup(
-        job=job.model_dump(mode="json"),
+        extractor=ExtractorSetup(
+            job=job.model_dump(mode="json"),
+            boundaries=prepared.boundaries,
+            dtype=TORCH_TO_CODE[shape.dtype],
+            hidden=shape.hidden,
+            vocab_size=shape.vocab_size,
+            arena_bytes=job.run.arena_bytes or arena_size(prepared.units, job.run.units_in_flight),
+            log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
+        ),
         rows=prepared.index.to_json(),
-        boundaries=prepared.boundaries,
-        dtype=TORCH_TO_CODE[shape.dtype],
-        hidden=shape.hidden,
-        vocab_size=shape.vocab_size,
-        arena_bytes=job.run.arena_bytes or arena_size(prepared.units, prepared.token_bytes, job.run.units_in_flight),
         metadata={
             "model": shape.architecture,
             "model_fingerprint": shape.fingerprint,
@@ -176,11 +180,10 @@ def _worker_setup(prepared: Prepared) -> "WorkerSetup":
             "keep": job.capture.keep,
             "ray_extract": ray_extract.__version__,
         },
-        log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
     )
 
 
-def arena_size(units: Sequence[Unit], bytes_per_token: int, units_in_flight: int) -> int:
+def arena_size(units: Sequence[Unit], units_in_flight: int) -> int:
     """Shared memory for the largest units in flight and one more, so that the engine never waits for a flush."""
     largest = sorted((image_bound(unit) for unit in units), reverse=True)[: units_in_flight + 1]
     return sum(largest)

@@ -1,48 +1,27 @@
-"""The worker: one arena, one engine, and units from lease to receipt. Runs as a Ray actor, but knows nothing of Ray.
+"""The worker: units from lease to receipt, around one extractor. Runs as a Ray actor, but knows nothing of Ray.
 
-Several units are in it at once, each in a thread of its own (Ray's max_concurrency): one is extracted while others
-flush or wait for an extent. Allocation of extents is the only queue.
+Several units are in it at once, each in a thread of its own (Ray's max_concurrency).
 """
 
 import dataclasses
-import logging
 import platform
 import threading
-import time
-from collections.abc import Sequence
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 import ray_extract
-from ray_extract.capture.arena import PAGE, TABLES, Arena, ArenaSpec, Extent, new_nonce
-from ray_extract.capture.copier import TORCH_DTYPES
-from ray_extract.capture.guard import Guard
-from ray_extract.capture.writer import FAULT_TEXT, Fault
 from ray_extract.config import Job
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
-from ray_extract.engine.base import Answer, EngineInfo
-from ray_extract.engine.canary import canary_prompts, judge_next_token, judge_states, load_head
-from ray_extract.engine.process import EngineProcess
-from ray_extract.errors import CaptureRefused, EngineDied, EngineError
-from ray_extract.layout import RequestId, shard_key
-from ray_extract.records import Receipt, RowFailure, RowStatus, Unit
-from ray_extract.shards.base import RowStats
-from ray_extract.shards.image import Column, ImageLayout, RowTable, lay_out, row_table, state_columns, write_table
+from ray_extract.engine.base import EngineInfo
+from ray_extract.extractor import Captured, Clock, Extractor, ExtractorSetup
+from ray_extract.layout import shard_key
+from ray_extract.records import Receipt, Unit
+from ray_extract.shards.image import RowTable, row_table
 from ray_extract.shards.parquet import write_parquet
 from ray_extract.shards.raw import write_raw
-from ray_extract.shards.seal import check_digests, seal, sha256_other
+from ray_extract.shards.seal import sha256_other
 from ray_extract.store import open_store
-
-logger = logging.getLogger(__name__)
-
-_ENGINE_STARTS = 3  # tries at restarting an engine that once served, before the worker gives up
-_BACKOFF_S = 5.0
-_SAMPLE = 16  # capture.check = sample looks at one row in this many
-_CANARY_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,46 +29,18 @@ class WorkerSetup:
     """All that a worker needs to know; plain data.
 
     Args:
-        job: the job as JSON-ready data, secrets included; never logged or stored.
+        extractor: its engine and arena.
         rows: RowIndex as JSON-ready data.
-        boundaries: resolved boundaries.
-        dtype: safetensors code of the states.
-        hidden: elements of a state.
-        vocab_size: for the canary's prompts.
-        arena_bytes: shared memory for images.
         metadata: goes into every shard's header.
-        log_dir: where engines log.
     """
 
-    job: dict[str, Any]
+    extractor: ExtractorSetup
     rows: dict[str, Any]
-    boundaries: tuple[int, ...]
-    dtype: str
-    hidden: int
-    vocab_size: int
-    arena_bytes: int
     metadata: dict[str, str]
-    log_dir: str
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """The state columns of every shard of the run."""
-        return state_columns(self.boundaries, bool(self.job["capture"]["final"]), self.dtype, self.hidden)
-
-
-@dataclasses.dataclass(slots=True)
-class Counters:
-    """What a worker has done; read by the driver for progress."""
-
-    tokens_captured: int = 0
-    rows_done: int = 0
-    bytes_flushed: int = 0
-    engine_starts: int = 0
-    arena_used: int = 0
 
 
 class Worker:
-    """Owns an arena and an engine.
+    """Extracts units into shards.
 
     Args:
         setup: what to do.
@@ -97,410 +48,75 @@ class Worker:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self._setup = setup
-        self._job = Job.model_validate(setup.job)
+        self._job = Job.model_validate(setup.extractor.job)
         self._store = open_store(self._job.output.url, self._job.output.storage_options)
         self._rows = PreparedRows(self._store, RowIndex.from_json(setup.rows))
         self._rows_lock = threading.Lock()
-        self._columns = setup.columns
-        self._counters = Counters()
-        self._stopping = threading.Event()
-        self._engine_lock = threading.Lock()
-        self._arena: Arena | None = None
-        self._guard: Guard | None = None
-        self._engine: EngineProcess | None = None
+        self._extractor = Extractor(setup.extractor)
         self._info: EngineInfo | None = None
-        self._canary: Extent | None = None
-        self._live: dict[int, Extent] = {}  # slots with rows in flight, for the watchdog
 
     def start(self) -> dict[str, Any]:
-        """Make the arena, start the engine, and let the canary pass. Returns EngineInfo as data.
-
-        Raises:
-            ArenaError: /dev/shm is too small.
-            CaptureRefused: the engine would not capture correctly.
-            EngineError: it did not start.
-        """
-        job, setup = self._job, self._setup
-        units = job.run.units_in_flight
-        spec = ArenaSpec(
-            nonce=new_nonce(),
-            nbytes=-(-setup.arena_bytes // PAGE) * PAGE + _CANARY_BYTES,
-            slots=2 * units + 2,
-            max_rows=max(job.output.max_rows, 8),
-            writers=job.engine.dp_size,
-            boundaries=setup.boundaries,
-            final=job.capture.final,
-            dtype=setup.dtype,
-            hidden=setup.hidden,
-        )
-        self._arena = Arena.create(spec)
-        try:
-            self._guard = Guard(self._arena.folder)
-            self._canary = self._arena.allocate(_CANARY_BYTES)
-            with self._engine_lock:
-                info = self._ensure_engine()
-        except BaseException:
-            self.stop()
-            raise
-        threading.Thread(target=self._watch, name="ray_extract-watchdog", daemon=True).start()
-        return dataclasses.asdict(info)
+        """Start the engine; returns EngineInfo as data. Raises what Extractor.start raises."""
+        self._info = self._extractor.start()
+        return dataclasses.asdict(self._info)
 
     def stop(self) -> None:
         """End the engine and give the shared memory back. Units under way fail."""
-        self._stopping.set()
-        if self._engine is not None:
-            self._engine.kill()
-        if self._arena is not None:
-            self._arena.close()
-        if self._guard is not None:
-            self._guard.dismiss()
+        self._extractor.stop()
 
-    def progress(self) -> dict[str, Any]:
-        """Counters as data."""
-        if self._arena is not None:
-            self._counters.arena_used = self._arena.used_bytes
-        covered = self._covered()
-        return {**dataclasses.asdict(self._counters), "tokens_captured": self._counters.tokens_captured + covered}
+    def progress(self) -> dict[str, int]:
+        """See Extractor.progress."""
+        return self._extractor.progress()
 
     def extract(self, unit: Unit, attempt: str) -> Receipt:
         """Extract one unit into one shard.
 
         Raises:
-            EngineError: the engine cannot be started any more, or the image's bytes did not match the digests taken
-                on the device.
+            EngineError: see Extractor.capture.
             StoreError: the shard could not be stored.
         """
-        assert self._arena is not None
-        clock = _Clock()
-        with self._rows_lock:
-            prepared = [r for r in self._rows.read(unit.first, unit.end) if r.reason is None]
-        table = row_table(
-            [r.index for r in prepared],
-            [r.input_ids for r in prepared],
-            [r.loss_mask for r in prepared],
-            self._job.capture.keep,
-        )
-        metadata = {**self._setup.metadata, "unit": unit.unit, "attempt": attempt}
-        layout = lay_out(table, self._columns, metadata)
+        clock = Clock()
+        table = self._table(unit)
         clock.lap("read")
-        extent = self._arena.allocate(layout.nbytes, self._stopping.is_set)
-        clock.lap("wait")
-        try:
-            write_table(layout, table, extent.buffer)
-            failures = self._run_rows(extent, layout, table)
-            clock.lap("extract")
-            statuses = self._seal(extent, layout, table, failures)
-            clock.lap("seal")
+        metadata = {**self._setup.metadata, "unit": unit.unit, "attempt": attempt}
+        with self._extractor.capture(table, metadata) as captured:
+            clock.lap("capture")
             key = shard_key(unit.unit, attempt, self._job.output.format)
             if self._job.output.format == "raw":
-                size = write_raw(self._store, key, extent.buffer)
+                size = write_raw(self._store, key, captured.buffer)
             else:
-                size = write_parquet(self._store, key, layout, extent.buffer)
+                size = write_parquet(self._store, key, captured.layout, captured.buffer)
             clock.lap("flush")
-            receipt = self._receipt(unit, attempt, key, size, layout, table, extent, statuses, failures, clock)
-        finally:
-            self._arena.retire(extent, self._engine_alive)
-            self._arena.free(extent)
-        self._counters.rows_done += len(table)
-        self._counters.bytes_flushed += size
-        return receipt
+            return self._receipt(unit, attempt, key, size, captured, clock)
 
-    def _run_rows(self, extent: Extent, layout: ImageLayout, table: RowTable) -> dict[int, RowFailure]:
-        """Send every row until each has an answer; returns the failed ones by their place in the image."""
-        assert self._arena is not None
-        self._open(extent, layout, table)
-        self._live[extent.slot] = extent
-        try:
-            return self._send_rows(extent, layout, table)
-        finally:
-            # Before anybody reads the image: from here on no writer can touch it.
-            self._arena.retire(extent, self._engine_alive)
-            self._counters.tokens_captured += self._slot_covered(extent, len(table))
-            del self._live[extent.slot]
-
-    def _send_rows(self, extent: Extent, layout: ImageLayout, table: RowTable) -> dict[int, RowFailure]:
-        assert self._arena is not None
-        failures: dict[int, RowFailure] = {}
-        deaths = [0] * len(table)
-        todo = list(range(len(table)))
-        while todo:
-            with self._engine_lock:
-                info = self._ensure_engine()
-                engine = self._engine
-            assert engine is not None
-            sent: dict[int, Future[Answer]] = {}
-            ranks = route(np.diff(table.cu_seqlens)[todo].tolist(), info.dp_size)
-            for row, rank in zip(todo, ranks, strict=True):
-                length = int(table.cu_seqlens[row + 1] - table.cu_seqlens[row])
-                if length > info.max_input_tokens:
-                    reason = f"{length} tokens; this engine runs at most {info.max_input_tokens}"
-                    failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, reason)
-                    continue
-                rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, deaths[row])
-                offset = extent.offset + layout.tensors["input_ids"].offset + 4 * int(table.cu_seqlens[row])
-                sent[row] = engine.submit(str(rid), offset, length, rank)
-            todo = []
-            for row, future in sent.items():
-                try:
-                    answer = future.result()
-                except EngineDied as error:
-                    deaths[row] += 1
-                    if self._stopping.is_set():
-                        raise
-                    if deaths[row] >= self._job.run.max_engine_deaths:
-                        reason = f"the engine died {deaths[row]} times with this row in flight: {error}"
-                        failures[row] = RowFailure(int(table.row[row]), RowStatus.ENGINE_DIED, reason)
-                    else:
-                        todo.append(row)
-                    continue
-                if not answer.ok:
-                    failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, answer.reason)
-            if todo:
-                self._reap(engine)
-                for row in todo:
-                    self._arena.reset_row(extent, row)
-        return failures
-
-    def _open(self, extent: Extent, layout: ImageLayout, table: RowTable) -> None:
-        assert self._arena is not None
-        states = [layout.tensors[c.name].offset for c in layout.columns]
-        self._arena.open(extent, len(table), states, {name: layout.tensors[name].offset for name in TABLES})
-
-    def _seal(
-        self, extent: Extent, layout: ImageLayout, table: RowTable, failures: dict[int, RowFailure]
-    ) -> dict[int, RowStatus]:
-        """Decide each row's status, write it into the image, and check the bytes against the digests."""
-        assert self._arena is not None
-        control, slot, rows = self._arena.control, extent.slot, len(table)
-        for row in np.flatnonzero(control.fault[slot, :rows]).tolist():
-            if row not in failures:
-                reason = FAULT_TEXT[Fault(int(control.fault[slot, row]))]
-                failures[row] = RowFailure(int(table.row[row]), RowStatus.FAULT, reason)
-        known = np.zeros(rows, np.uint8)
-        for row, failure in failures.items():
-            known[row] = failure.status
-        stats = RowStats(
-            sumsq=control.sumsq[slot, :rows],
-            amax=control.amax[slot, :rows],
-            nonfinite=control.nonfinite[slot, :rows],
-            zero=control.zero[slot, :rows],
+    def _table(self, unit: Unit) -> RowTable:
+        with self._rows_lock:
+            rows = [r for r in self._rows.read(unit.first, unit.end) if r.reason is None]
+        return row_table(
+            [r.index for r in rows], [r.input_ids for r in rows], [r.loss_mask for r in rows], self._job.capture.keep
         )
-        covered = control.covered[slot, :rows]
-        lengths = np.diff(table.cu_seqlens)
-        final = seal(
-            layout,
-            extent.buffer,
-            covered=covered,
-            n_tokens=lengths,
-            digests=control.digest[slot, :rows],
-            stats=stats,
-            statuses=known,
-        )
-        for row in np.flatnonzero(final).tolist():
-            if row not in failures:
-                status = RowStatus(int(final[row]))
-                reason = {
-                    RowStatus.INCOMPLETE: f"{int(covered[row])} of {int(lengths[row])} tokens were captured",
-                    RowStatus.MISMATCH: "the token ids that the engine ran are not the planned ones",
-                    RowStatus.NONFINITE: f"{int(stats.nonfinite[row].sum())} values are NaN or infinite",
-                }[status]
-                failures[row] = RowFailure(int(table.row[row]), status, reason)
-        step = {"all": 1, "sample": _SAMPLE, "off": 0}[self._job.capture.check]
-        wrong = check_digests(layout, extent.buffer, range(0, rows, step)) if step else []
-        if wrong:
-            raise EngineError(
-                f"rows {[int(table.row[r]) for r in wrong[:5]]}: the bytes in shared memory are not those that left "
-                "the device (their digests differ)"
-            )
-        return {row: RowStatus(int(s)) for row, s in enumerate(final)}
 
-    def _receipt(
-        self,
-        unit: Unit,
-        attempt: str,
-        key: str,
-        size: int,
-        layout: ImageLayout,
-        table: RowTable,
-        extent: Extent,
-        statuses: dict[int, RowStatus],
-        failures: dict[int, RowFailure],
-        clock: "_Clock",
-    ) -> Receipt:
+    def _receipt(self, unit: Unit, attempt: str, key: str, size: int, captured: Captured, clock: Clock) -> Receipt:
         assert self._info is not None
-        ok = np.array([statuses[row] is RowStatus.OK for row in range(len(table))])
+        table, failures = captured.table, captured.failures
+        ok = np.ones(len(table), bool)
+        ok[list(failures)] = False
         return Receipt(
             unit=unit.unit,
             attempt=attempt,
             key=key,
             format=self._job.output.format,
             size=size,
-            sha256=sha256_other(layout, extent.buffer),
+            sha256=sha256_other(captured.layout, captured.buffer),
             rows=len(table),
             tokens=int(np.diff(table.cu_seqlens)[ok].sum()),
             kept=int(np.diff(table.cu_kept)[ok].sum()),
             failures=tuple(failures[row] for row in sorted(failures)),
-            digests=layout.small(extent.buffer, "digest").tobytes(),
+            digests=captured.layout.small(captured.buffer, "digest").tobytes(),
             environment={
                 "ray_extract": ray_extract.__version__,
                 "node": platform.node(),
                 **self._info.environment,
             },
-            seconds=clock.laps,
+            seconds={"read": clock.laps["read"], **captured.seconds, "flush": clock.laps["flush"]},
         )
-
-    def _ensure_engine(self) -> EngineInfo:
-        """The running engine, started or restarted if need be. The caller holds the engine lock."""
-        assert self._arena is not None
-        if self._engine is not None and self._engine.alive and self._info is not None:
-            return self._info
-        # The first start is not tried again here: what is wrong then is most often wrong for good.
-        tries = _ENGINE_STARTS if self._info is not None else 1
-        for attempt in range(tries):
-            if self._stopping.wait(_BACKOFF_S * attempt):
-                break
-            if self._engine is not None:
-                self._reap(self._engine)
-            try:
-                self._info = self._start_engine()
-            except CaptureRefused:
-                raise
-            except EngineError as error:
-                if attempt == tries - 1:
-                    raise
-                logger.warning("the engine did not start, trying again: %s", error)
-            else:
-                return self._info
-        raise EngineDied("the worker is stopping")
-
-    def _start_engine(self) -> EngineInfo:
-        assert self._arena is not None and self._guard is not None
-        for record in (*self._arena.folder.glob("plugin.*.json"), *self._arena.folder.glob("failed.*.json")):
-            record.unlink()
-        engine = self._job.engine
-        self._counters.engine_starts += 1
-        self._engine = EngineProcess(
-            self._setup.job, self._arena.folder, dict(engine.env), Path(self._setup.log_dir), self._guard
-        )
-        try:
-            info = self._engine.wait_ready(engine.start_timeout_s)
-            if engine.kind == "sglang":
-                self._sing(self._engine, info)
-        except BaseException:
-            self._engine.kill()
-            raise
-        return info
-
-    def _sing(self, engine: EngineProcess, info: EngineInfo) -> None:
-        """Send the canary, once to each data-parallel rank.
-
-        Raises:
-            CaptureRefused: it did not come back as it must.
-        """
-        assert self._arena is not None and self._canary is not None
-        extent = self._canary
-        prompts = canary_prompts(self._setup.vocab_size, info.max_input_tokens) * info.dp_size
-        table = row_table(range(len(prompts)), prompts, [np.ones(len(p), np.uint8) for p in prompts])
-        layout = lay_out(table, self._columns, {})
-        write_table(layout, table, extent.buffer)
-        self._open(extent, layout, table)
-        base = extent.offset + layout.tensors["input_ids"].offset
-        futures = []
-        for row, prompt in enumerate(prompts):
-            rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, 0)
-            rank = row * info.dp_size // len(prompts) if info.dp_size > 1 else None
-            futures.append(engine.submit(str(rid), base + 4 * int(table.cu_seqlens[row]), len(prompt), rank, 1))
-        try:
-            answers = [f.result(timeout=self._job.engine.start_timeout_s) for f in futures]
-        except TimeoutError:
-            raise EngineError(
-                f"the engine did not answer the canary in {self._job.engine.start_timeout_s:.0f} s\n{engine.log_tail()}"
-            ) from None
-        self._arena.retire(extent, lambda: engine.alive)
-        self._judge_canary(extent, layout, table, answers)
-
-    def _judge_canary(self, extent: Extent, layout: ImageLayout, table: RowTable, answers: Sequence[Answer]) -> None:
-        assert self._arena is not None
-        lengths = np.diff(table.cu_seqlens)
-        rows: list[list[torch.Tensor]] = []
-        for row, answer in enumerate(answers):
-            covered = int(self._arena.control.covered[extent.slot, row])
-            fault = Fault(int(self._arena.control.fault[extent.slot, row]))
-            if not answer.ok or fault is not Fault.NONE or covered != lengths[row]:
-                why = answer.reason or FAULT_TEXT.get(fault) or f"{covered} of {lengths[row]} tokens were captured"
-                raise CaptureRefused(f"canary: {why}")
-            rows.append([])
-            for column in self._columns:
-                raw = layout.state_bytes(extent.buffer, column)[int(table.cu_kept[row]) : int(table.cu_kept[row + 1])]
-                rows[-1].append(torch.from_numpy(raw.copy()).view(TORCH_DTYPES[column.dtype]))
-        names = [c.name for c in self._columns]
-        judge_states(names, rows)
-        if not self._job.capture.final or self._job.model.load_format == "dummy":
-            return
-        head = load_head(Path(self._job.model.path))
-        if head is None:
-            logger.warning("no plain LM head in %s: the final state was not compared with it", self._job.model.path)
-            return
-        for states, answer in zip(rows, answers, strict=True):
-            judge_next_token(head, states[-1][-1], answer.output_ids[0])
-
-    def _reap(self, engine: EngineProcess) -> None:
-        """Make sure that nothing of a dead engine can write any more."""
-        assert self._arena is not None
-        engine.kill()
-        self._arena.clear_writers()
-
-    def _engine_alive(self) -> bool:
-        return self._engine is not None and self._engine.alive
-
-    def _slot_covered(self, extent: Extent, rows: int) -> int:
-        assert self._arena is not None
-        return int(self._arena.control.covered[extent.slot, :rows].sum())
-
-    def _covered(self) -> int:
-        if self._arena is None:
-            return 0
-        return sum(self._slot_covered(e, int(self._arena.control.num_rows[e.slot])) for e in list(self._live.values()))
-
-    def _watch(self) -> None:
-        """Kill an engine that has rows in flight but covers no token for too long; its death does the rest."""
-        timeout = self._job.engine.stall_timeout_s
-        last, since = -1, time.monotonic()
-        while not self._stopping.wait(min(5.0, timeout / 4)):
-            now = self._counters.tokens_captured + self._covered()
-            engine = self._engine
-            if not self._live or now != last or engine is None or not engine.alive:
-                last, since = now, time.monotonic()
-            elif time.monotonic() - since > timeout:
-                logger.error(
-                    "no token was captured for %.0f s (engine.stall_timeout_s): restarting the engine", timeout
-                )
-                engine.kill()
-                since = time.monotonic()
-
-
-def route(lengths: Sequence[int], ranks: int) -> list[int | None]:
-    """Assign rows to data-parallel ranks in consecutive blocks of about equal tokens, so that neighbours merge.
-
-    Args:
-        lengths: tokens of each row.
-        ranks: data-parallel ranks; with one there is nothing to route.
-    """
-    if ranks == 1:
-        return [None] * len(lengths)
-    total, before, assigned = sum(lengths), 0, []
-    for length in lengths:
-        assigned.append(min(ranks - 1, (before + length // 2) * ranks // max(total, 1)))
-        before += length
-    return list(assigned)
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name] = round(now - self._last, 3)
-        self._last = now

@@ -292,8 +292,8 @@ class Arena:
         """Return when no writer can touch the extent any more.
 
         Args:
-            alive: whether the writers' processes may still run. If false, they are known to be gone, and their words
-                are cleared.
+            alive: whether the processes that may pin this extent still run. If false, they are known to be gone, and
+                their words are cleared.
         """
         control, slot = self.control, extent.slot
         if extent.generation == 0 or int(control.generation[slot]) != extent.generation:
@@ -302,7 +302,8 @@ class Arena:
         full_barrier()
         while control.busy[slot].any():
             if not alive():
-                self.clear_writers()
+                # Only of this slot: a new engine may already pin others.
+                control.busy[slot] = 0
             else:
                 time.sleep(0.0005)
 

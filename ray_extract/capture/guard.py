@@ -1,9 +1,9 @@
 """The guard: a small process that cleans up after a worker that was killed, when nobody else can.
 
 A worker that dies by SIGKILL (the node's memory killer, Ray ending an actor whose driver is gone) cannot give its
-shared memory back. The guard holds the other end of a pipe; when the pipe ends without the word `done`, the worker is dead:
-the guard kills the engine's process group, removes the arena's folder and the small files of the engine. It is a
-grandchild in a session of its own, since Ray may kill an actor's children with it. Standard library only; it runs
+shared memory back. The guard holds the other end of a pipe; when the pipe ends without the word `done`, the worker is
+dead: the guard kills the engine's process group, and removes the arena's folder and the small files of the engine. It
+is a grandchild in a session of its own, since Ray may kill an actor's children with it. Standard library only; it runs
 without site-packages.
 """
 

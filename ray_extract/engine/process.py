@@ -101,6 +101,8 @@ class EngineProcess:
     def kill(self) -> None:
         """End the host and everything below it; returns when no process of its session is left."""
         assert self._process is not None
+        if self._gone.is_set():
+            return
         self._shm_files |= mapped_shm_files(self._process.pid, self._folder)
         kill_session(self._process.pid)
         self._gone.wait()

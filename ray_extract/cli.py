@@ -1,0 +1,119 @@
+"""ray-extract plan | run | status | verify."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+
+from ray_extract import layout, run
+from ray_extract.capture.boundaries import resolve_boundaries
+from ray_extract.config import load_job
+from ray_extract.errors import NotFound, RayExtractError
+from ray_extract.ledger import Ledger, latest_manifest
+from ray_extract.model import describe_model
+from ray_extract.plan import estimate, load_or_make_plan
+from ray_extract.store import open_store
+
+EXIT_NOT_VERIFIED = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="ray-extract", description="Hidden states of large language models, at scale."
+    )
+    commands = parser.add_subparsers(required=True, metavar="plan | run | status | verify")
+
+    for name, action, text in (
+        ("plan", _plan, "say what a job would extract and what it takes; writes nothing"),
+        ("run", _run, "run a job, or what is left of it"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--config", metavar="JOB.YAML", help="the job file")
+        command.add_argument("overrides", nargs="*", metavar="section.key=value")
+        command.set_defaults(action=action)
+
+    status = commands.add_parser("status", help="how far a run is, from its output alone")
+    status.add_argument("url", help="output.url of the run")
+    status.add_argument("--json", action="store_true", help="print progress as JSON")
+    status.set_defaults(action=_status)
+
+    verify = commands.add_parser("verify", help="read every shard again and compare it with plan, commits and digests")
+    verify.add_argument("url", help="output.url of the run")
+    verify.add_argument(
+        "--recompute", type=int, default=0, metavar="N", help="recompute N random rows with transformers"
+    )
+    verify.add_argument("--model", metavar="PATH", help="checkpoint for --recompute")
+    verify.add_argument("--seed", type=int, default=0, help="which rows --recompute takes")
+    verify.set_defaults(action=_verify)
+
+    args = parser.parse_args(argv)
+    try:
+        code: int = args.action(args)
+    except RayExtractError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return code
+
+
+def _plan(args: argparse.Namespace) -> int:
+    job = load_job(args.config, args.overrides)
+    shape = describe_model(job.model)
+    boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
+    size = run.token_bytes(job, shape, boundaries)
+    # A plan for looking at claims no output.
+    index, units = load_or_make_plan(open_store("memory://ray_extract-plan"), job, shape, size)
+    arena = job.run.arena_bytes or run.arena_size(units, job.run.units_in_flight)
+    states = ", ".join([*map(str, boundaries), *(["final"] if job.capture.final else [])])
+    _print(
+        f"model       {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden}, {shape.dtype}",
+        f"states      {states}",
+        *estimate(index, units, size).lines(),
+        f"arena       {arena / 2**30:.2f} GiB of /dev/shm for each of {job.engine.count} engines",
+    )
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    return run.main([*(["--config", args.config] if args.config else []), *args.overrides])
+
+
+def _status(args: argparse.Namespace) -> int:
+    store = open_store(args.url)
+    try:
+        progress = json.loads(store.get(layout.PROGRESS_KEY))
+    except NotFound:
+        raise NotFound(
+            f"{args.url}: no {layout.PROGRESS_KEY} there; not the output of a run, or none has begun"
+        ) from None
+    if args.json:
+        _print(json.dumps(progress, indent=2))
+        return 0
+    manifest = latest_manifest(store)
+    _print(
+        f"state       {'complete' if store.head(layout.SUCCESS_KEY) else progress['state']} (at {progress['time']})",
+        f"units       {len(Ledger(store).committed_units())} of {progress['units']} committed",
+        f"tokens      {progress['tokens_committed']:,} of {progress['tokens']:,}",
+        f"speed       {progress['tokens_per_s']:,.0f} tokens/s, {progress['engines_ready']} engines",
+        f"failed rows {progress['rows_failed']}",
+        f"manifest    {manifest or 'none yet'}",
+    )
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ray_extract.verify import verify
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
+    report = verify(args.url, {}, recompute=args.recompute, seed=args.seed, model_path=args.model)
+    _print(*report.lines())
+    return 0 if report.ok else EXIT_NOT_VERIFIED
+
+
+def _print(*lines: str) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,402 @@
+"""Read a run's output again and compare everything in it with everything else. Modifies nothing.
+
+run.json    whose it is, and which states it has
+plan/       the prepared rows: token ids, masks, which rows are usable, which unit each is in
+commits/    one for each unit; its shard's size, digests, failed rows, hash of all bytes that are not states
+shards/     each committed one: the same rows, ids, masks and spans as prepared; every digest recomputed
+manifest    what rows, plan and commits say, once more
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from ray_extract import layout
+from ray_extract.dataset.prepare import PreparedRow, reason_kind
+from ray_extract.dataset.prepared import PreparedRows, RowIndex
+from ray_extract.errors import ConfigError, NotFound, PlanError, ShardError
+from ray_extract.ledger import MANIFEST_SCHEMA, Ledger, RowHead, manifest_rows, read_manifest
+from ray_extract.plan import load_plan, show_bytes
+from ray_extract.records import Receipt, RowStatus, Unit
+from ray_extract.shards.base import Shard
+from ray_extract.shards.image import TORCH_TO_CODE, Column, RowTable, row_table, state_columns
+from ray_extract.shards.reader import open_shard
+from ray_extract.store import Store, open_store
+
+if TYPE_CHECKING:
+    from ray_extract.recompute import StateError
+
+log = logging.getLogger(__name__)
+
+MAX_PROBLEMS = 50
+"""Problems that a report spells out; the rest are counted."""
+
+_SHARDS_AT_ONCE = 4  # hides the latency of an object store; each takes up to about 64 MiB
+_BATCH_ROWS = 4096
+_NO_OPTIONS: Mapping[str, Any] = {}
+
+
+@dataclasses.dataclass(slots=True)
+class VerifyReport:
+    """What verify found.
+
+    Args:
+        url: the output.
+        rows: rows of the data set.
+        rows_ok, rows_failed: of the shards that could be read.
+        rows_skipped: of the prepared rows.
+        units, committed: shards planned, and with a commit.
+        tokens, kept: prompt and stored tokens of the rows that are ok.
+        nbytes: bytes of the shards that could be read.
+        skipped, failed: rows by kind of reason.
+        errors: of the recomputed rows, see recompute.state_errors.
+        recomputed: how many rows those were.
+        problems: the first MAX_PROBLEMS.
+        problem_count: all of them.
+    """
+
+    url: str
+    rows: int = 0
+    rows_ok: int = 0
+    rows_failed: int = 0
+    rows_skipped: int = 0
+    units: int = 0
+    committed: int = 0
+    tokens: int = 0
+    kept: int = 0
+    nbytes: int = 0
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed: dict[str, int] = dataclasses.field(default_factory=dict)
+    errors: "list[StateError]" = dataclasses.field(default_factory=list)
+    recomputed: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+    problem_count: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong. Failed rows that say so are not wrong."""
+        return self.problem_count == 0
+
+    def add(self, problem: str) -> None:
+        """Note a problem."""
+        self.problem_count += 1
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+    def lines(self) -> list[str]:
+        """For people, one line a fact."""
+        kinds = [f"          {n:,} skipped: {kind}" for kind, n in sorted(self.skipped.items())]
+        kinds += [f"          {n:,} failed: {kind}" for kind, n in sorted(self.failed.items())]
+        more = self.problem_count - len(self.problems)
+        return [
+            f"output    {self.url}",
+            f"rows      {self.rows:,} = {self.rows_ok:,} ok + {self.rows_skipped:,} skipped + {self.rows_failed:,} failed",
+            *kinds,
+            f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored",
+            f"shards    {self.committed:,} of {self.units:,}, {show_bytes(self.nbytes)}",
+            *([f"recompute {self.recomputed} rows with Transformers"] if self.errors else []),
+            *(f"          {error}{'' if error.ok else '  <-- too far'}" for error in self.errors),
+            *(f"PROBLEM   {problem}" for problem in self.problems),
+            *([f"          and {more:,} problems more"] if more else []),
+            "verified: everything agrees" if self.ok else f"NOT verified: {self.problem_count:,} problems",
+        ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Expected:
+    """What the identity says of every shard."""
+
+    keep: str
+    format: str
+    columns: tuple[Column, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Checked:
+    """What one unit adds to the report."""
+
+    ok: int = 0
+    failed: Counter[str] = dataclasses.field(default_factory=Counter)
+    tokens: int = 0
+    kept: int = 0
+    nbytes: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+def verify(
+    url: str,
+    storage_options: Mapping[str, Any] = _NO_OPTIONS,
+    *,
+    recompute: int = 0,
+    seed: int = 0,
+    model_path: str | None = None,
+) -> VerifyReport:
+    """Verify the output of a run.
+
+    Args:
+        url, storage_options: the output, as in the job.
+        recompute: recompute this many random rows with Transformers; needs torch and transformers.
+        seed: which rows those are.
+        model_path: the checkpoint for it.
+
+    Raises:
+        ConfigError: no run at this URL; recompute without a model, or a model that cannot be loaded.
+        IdentityMismatch: the run is of another release.
+        PlanError: the plan itself is damaged, so that nothing can be compared with it.
+        StoreError: the store failed; a missing object is a problem in the report instead.
+    """
+    if recompute and model_path is None:
+        raise ConfigError("--recompute needs the checkpoint that the run used; name its folder with --model")
+    store = open_store(url, storage_options)
+    expected, index, units = _read_run(store)
+    report = VerifyReport(
+        url=store.url,
+        rows=index.rows,
+        units=len(units),
+        skipped=index.skipped,
+        rows_skipped=sum(index.skipped.values()),
+    )
+    receipts = _read_receipts(store, units, report)
+    rows = _Locked(PreparedRows(store, index))
+
+    def check(unit: Unit) -> _Checked:
+        return _check_unit(store, unit, receipts[unit.unit], rows, expected)
+
+    done = [unit for unit in units if unit.unit in receipts]
+    with concurrent.futures.ThreadPoolExecutor(_SHARDS_AT_ONCE) as pool:
+        for unit, found in zip(done, pool.map(check, done), strict=True):
+            log.info("unit %s: %s", unit.unit, "; ".join(found.problems) or "right")
+            _add(report, found)
+    report.rows_failed = sum(report.failed.values())
+    if report.committed == report.units:
+        if report.rows != report.rows_ok + report.rows_skipped + report.rows_failed:
+            report.add(
+                f"{report.rows} rows, but {report.rows_ok} ok + {report.rows_skipped} skipped + "
+                f"{report.rows_failed} failed could be read"
+            )
+        _check_manifest(store, index, units, receipts, expected.keep, rows, report)
+    if recompute and model_path is not None:
+        _recompute(store.url, storage_options, recompute, seed, model_path, report)
+    return report
+
+
+class _Locked:
+    """PreparedRows for several threads."""
+
+    def __init__(self, rows: PreparedRows) -> None:
+        self._rows = rows
+        self._lock = threading.Lock()
+
+    def read(self, first: int, end: int) -> list[PreparedRow]:
+        with self._lock:
+            return self._rows.read(first, end)
+
+
+def _read_run(store: Store) -> tuple[_Expected, RowIndex, list[Unit]]:
+    identity = Ledger(store).identity()
+    if identity is None:
+        raise ConfigError(f"{store.url}: no {layout.RUN_KEY}, so this is no output of ray_extract; check the URL")
+    capture = identity.capture
+    columns = state_columns(capture["boundaries"], capture["final"], TORCH_TO_CODE[capture["dtype"]], capture["hidden"])
+    try:
+        index, units = load_plan(store)
+    except NotFound:
+        raise ConfigError(f"{store.url}: the run has no plan yet; nothing to verify") from None
+    return _Expected(capture["keep"], identity.format["shards"], columns), index, units
+
+
+def _read_receipts(store: Store, units: Sequence[Unit], report: VerifyReport) -> dict[str, Receipt]:
+    ledger = Ledger(store)
+    planned = {unit.unit for unit in units}
+    committed = ledger.committed_units()
+    report.committed = len(committed & planned)
+    for name in sorted(committed - planned):
+        report.add(f"{layout.commit_key(name)}: the plan has no such unit")
+    missing = sorted(planned - committed)
+    if missing:
+        report.add(f"{len(missing)} units have no commit, such as {missing[0]}: the run is not finished; run it again")
+    receipts: dict[str, Receipt] = {}
+    for name in sorted(committed & planned):
+        try:
+            receipt = ledger.receipt(name)
+        except ShardError as error:
+            report.add(str(error))
+            continue
+        if receipt is not None:
+            receipts[name] = receipt
+    return receipts
+
+
+def _add(report: VerifyReport, found: _Checked) -> None:
+    report.rows_ok += found.ok
+    report.failed = dict(Counter(report.failed) + found.failed)
+    report.tokens += found.tokens
+    report.kept += found.kept
+    report.nbytes += found.nbytes
+    for problem in found.problems:
+        report.add(problem)
+
+
+def _check_unit(store: Store, unit: Unit, receipt: Receipt, rows: _Locked, expected: _Expected) -> _Checked:
+    found = _Checked()
+    try:
+        prepared = [row for row in rows.read(unit.first, unit.end) if row.reason is None]
+        shard = open_shard(store, receipt.key, receipt.format)
+        found.problems += [f"{receipt.key}: {what}" for what in _receipt_problems(unit, receipt, shard, expected)]
+        table = row_table(
+            [row.index for row in prepared],
+            [row.input_ids for row in prepared],
+            [row.loss_mask for row in prepared],
+            expected.keep,
+        )
+        difference = _table_difference(shard.table, table)
+        if difference:
+            found.problems.append(f"{receipt.key}: {difference}")
+        found.nbytes = shard.size
+        _count(found, shard, receipt)
+        for place, wrong in shard.differences(range(shard.rows)).items():
+            found.problems.append(
+                f"{receipt.key}: row {int(shard.table.row[place])}: {', '.join(wrong)} differ from what was captured"
+            )
+    except (ShardError, NotFound, PlanError) as error:
+        found.problems.append(str(error))
+    return found
+
+
+def _receipt_problems(unit: Unit, receipt: Receipt, shard: Shard, expected: _Expected) -> Iterator[str]:
+    """Where commit, plan, identity and shard disagree."""
+    ok = shard.status == RowStatus.OK
+    failures = {int(shard.table.row[i]): RowStatus(int(shard.status[i])) for i in np.flatnonzero(~ok)}
+    kept = np.diff(shard.table.cu_kept)
+    pairs: list[tuple[str, Any, Any]] = [
+        ("the commit's key", receipt.key, layout.shard_key(unit.unit, receipt.attempt, expected.format)),
+        ("format", receipt.format, expected.format),
+        ("states", [dataclasses.astuple(c) for c in shard.columns], [dataclasses.astuple(c) for c in expected.columns]),
+        ("bytes", shard.size, receipt.size),
+        ("rows in the shard, against the commit", shard.rows, receipt.rows),
+        ("rows in the shard, against the plan", shard.rows, unit.rows),
+        ("stored tokens, against the plan", int(kept.sum()), unit.kept),
+        ("prompt tokens of the rows that are ok", int(np.diff(shard.table.cu_seqlens)[ok].sum()), receipt.tokens),
+        ("stored tokens of the rows that are ok", int(kept[ok].sum()), receipt.kept),
+        ("failed rows", _named(failures), _named({f.row: f.status for f in receipt.failures})),
+        ("hash of all bytes but the states", shard.sha256_other(), receipt.sha256),
+    ]
+    for what, got, wanted in pairs:
+        if got != wanted:
+            yield f"{what}: {got}, expected {wanted}"
+    if shard.digest.astype("<u8").tobytes() != receipt.digests:
+        yield "the digests in the shard are not those of the commit"
+
+
+def _named(failures: Mapping[int, RowStatus]) -> dict[int, str]:
+    return {row: status.name.lower() for row, status in sorted(failures.items())}
+
+
+def _table_difference(found: RowTable, expected: RowTable) -> str:
+    """Where a shard's rows are not those prepared; empty if they are."""
+    for name in ("row", "cu_seqlens", "cu_kept", "cu_spans", "spans", "input_ids", "loss_mask"):
+        got, wanted = getattr(found, name), getattr(expected, name)
+        if got.shape != wanted.shape:
+            return f"{name} has {len(got)} entries, {len(wanted)} prepared"
+        wrong = np.argwhere(got != wanted)
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            return f"{name}{list(at)} is {got[at]}, {wanted[at]} prepared ({len(wrong)} differ)"
+    return ""
+
+
+def _count(found: _Checked, shard: Shard, receipt: Receipt) -> None:
+    ok = shard.status == RowStatus.OK
+    found.ok = int(ok.sum())
+    found.tokens = int(np.diff(shard.table.cu_seqlens)[ok].sum())
+    found.kept = int(np.diff(shard.table.cu_kept)[ok].sum())
+    reasons = {f.row: f"{f.status.name.lower()}: {f.reason}" for f in receipt.failures}
+    for place in np.flatnonzero(~ok):
+        found.failed[reason_kind(reasons.get(int(shard.table.row[place]), "without a reason"))] += 1
+
+
+def _check_manifest(
+    store: Store,
+    index: RowIndex,
+    units: Sequence[Unit],
+    receipts: Mapping[str, Receipt],
+    keep: str,
+    rows: _Locked,
+    report: VerifyReport,
+) -> None:
+    try:
+        manifest = read_manifest(store)
+    except ShardError as error:
+        report.add(str(error))
+        return
+
+    def heads() -> Iterator[RowHead]:
+        for first in range(0, index.rows, _BATCH_ROWS):
+            for row in rows.read(first, min(first + _BATCH_ROWS, index.rows)):
+                yield RowHead.of(row, keep)
+
+    ordered = (receipts[unit.unit] for unit in units if unit.unit in receipts)
+    at = 0
+    try:
+        records = manifest_rows(heads(), units, ordered)
+        while batch := list(itertools.islice(records, _BATCH_ROWS)):
+            _compare(manifest.slice(at, len(batch)), batch, report.add)
+            at += len(batch)
+    except (ShardError, PlanError) as error:
+        report.add(f"manifest: {error}")
+        return
+    if at != len(manifest):
+        report.add(f"manifest: {len(manifest)} rows, expected {at}")
+
+
+def _compare(part: pa.Table, batch: list[dict[str, Any]], add: Callable[[str], None]) -> None:
+    wanted = pa.Table.from_pylist(batch, schema=MANIFEST_SCHEMA)
+    if part.equals(wanted):
+        return
+    for got, record in itertools.zip_longest(part.to_pylist(), wanted.to_pylist()):
+        if got != record:
+            row = (record or got)["row"]
+            names = [name for name in MANIFEST_SCHEMA.names if not got or not record or got[name] != record[name]]
+            add(f"manifest: row {row}: {', '.join(names)} not as in plan and commits")
+
+
+def _recompute(
+    url: str,
+    storage_options: Mapping[str, Any],
+    count: int,
+    seed: int,
+    model_path: str,
+    report: VerifyReport,
+) -> None:
+    try:
+        from ray_extract.readers.dataset import HiddenStates
+        from ray_extract.recompute import StoredRow, state_errors
+    except ImportError as error:
+        raise ConfigError(f"--recompute needs PyTorch, which does not load: {error}") from None
+    try:
+        rows = HiddenStates(url, storage_options=storage_options)
+        picked = np.random.default_rng(seed).permutation(len(rows))[:count].tolist()
+        stored = [
+            StoredRow(
+                input_ids=item["input_ids"].numpy().astype(np.int32),
+                positions=item["positions"].numpy(),
+                states={name: item[name] for name in rows.states},
+            )
+            for item in (rows[i] for i in sorted(picked))
+        ]
+    except ShardError as error:
+        report.add(f"--recompute: {error}")
+        return
+    report.recomputed = len(stored)
+    report.errors = state_errors(stored, model_path)
+    for error in report.errors:
+        if not error.ok:
+            report.add(f"--recompute: {error}")

@@ -1,0 +1,231 @@
+"""The plan: every usable row in exactly one unit, the same units from the same rows, and one plan an output."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_prepare import CHAT, SHAPE, MemoryStore, ids, job
+
+from ray_extract import layout, plan
+from ray_extract.dataset.prepared import PreparedRows, RowLength
+from ray_extract.errors import ConfigError, PlanError
+from ray_extract.plan import estimate, load_or_make_plan, plan_units, read_units, show_bytes, write_units
+from ray_extract.store import open_store
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.booleans()), max_size=80).map(
+    lambda rows: [RowLength(i, max(a, b), min(a, b), usable) for i, (a, b, usable) in enumerate(rows)]
+)
+
+
+@given(
+    lengths=LENGTHS,
+    token_bytes=st.sampled_from([8, 512, 57_344]),
+    target_tokens=st.integers(1, 200),
+    max_rows=st.integers(1, 20),
+    arena_tokens=st.none() | st.integers(60, 200),
+)
+def test_units_cover_usable_rows_once_in_order_within_the_target(
+    lengths, token_bytes, target_tokens, max_rows, arena_tokens
+):
+    options = {
+        "token_bytes": token_bytes,
+        "shard_bytes": target_tokens * token_bytes + token_bytes // 2,
+        "max_rows": max_rows,
+        "max_unit_bytes": arena_tokens and arena_tokens * token_bytes,
+    }
+    units = list(plan_units(lengths, **options))
+    assert list(plan_units(iter(lengths), **options)) == units
+    assert [u.unit for u in units] == [layout.unit_id(i) for i in range(len(units))]
+    members = [[r for r in lengths[u.first : u.end] if r.usable] for u in units]
+    assert [r for rows in members for r in rows] == [r for r in lengths if r.usable]
+    limit = min(target_tokens, arena_tokens or target_tokens)
+    for unit, rows in zip(units, members, strict=True):
+        assert (unit.rows, unit.tokens) == (len(rows), sum(r.tokens for r in rows))
+        assert unit.kept == sum(r.kept for r in rows)
+        assert unit.nbytes == unit.kept * token_bytes
+        assert unit.rows <= max_rows
+        assert unit.rows == 1 or unit.kept <= limit
+        assert rows[0].row == unit.first
+        assert rows[-1].row == unit.end - 1
+        assert arena_tokens is None or unit.kept <= arena_tokens
+    for left, right in itertools.pairwise(members):
+        assert len(left) == max_rows or sum(r.kept for r in left) + right[0].kept > limit, "unit closed too early"
+
+
+def test_planning_streams():
+    def endless():
+        row = 0
+        while True:
+            yield RowLength(row, 10, 10, True)
+            row += 1
+
+    units = plan_units(endless(), token_bytes=8, shard_bytes=800, max_rows=100)
+    assert [next(units).first for _ in range(3)] == [0, 10, 20]
+
+
+def test_row_larger_than_the_arena_is_refused_with_its_way_out():
+    lengths = [RowLength(0, 5, 5, True), RowLength(1, 131_072, 131_072, True)]
+    with pytest.raises(PlanError) as caught:
+        list(plan_units(lengths, token_bytes=57_344, shard_bytes=1 << 30, max_rows=9, max_unit_bytes=1 << 30))
+    assert str(caught.value) == (
+        "row 1: its states are 7.52 GB (7.00 GiB) (131072 tokens of 57344 bytes), and the arena holds units of "
+        "1.07 GB (1.00 GiB), half of it, at most; raise run.arena_bytes above 15.03 GB (14.00 GiB), "
+        "or lower dataset.max_tokens"
+    )
+    skipped = [lengths[0], lengths[1]._replace(usable=False)]
+    assert len(list(plan_units(skipped, token_bytes=57_344, shard_bytes=1 << 30, max_rows=9, max_unit_bytes=1 << 30)))
+
+
+def test_units_read_back_and_other_units_are_refused():
+    units = list(plan_units([RowLength(i, 3, 2, True) for i in range(9)], token_bytes=8, shard_bytes=64, max_rows=4))
+    store = MemoryStore()
+    write_units(store, iter(units))
+    write_units(store, units)
+    assert read_units(store) == units
+    with pytest.raises(PlanError, match=r"plan/units\.parquet"):
+        write_units(store, units[:-1])
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (992_050_000_000, "992.05 GB (923.92 GiB)"),
+        (57_344_000_000_000, "57.34 TB (52.15 TiB)"),
+        (64 << 20, "67.11 MB (64.00 MiB)"),
+        (2048, "2.05 kB (2.00 KiB)"),
+        (0, "0 bytes"),
+    ],
+)
+def test_bytes_are_shown_in_both_units(nbytes, text):
+    assert show_bytes(nbytes) == text
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    records = [ids(8), ids(12), "{oops", ids(90), ids(4)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def small(path, **run):
+    base = job(path)
+    return base.model_copy(
+        update={
+            "output": base.output.model_copy(update={"shard_bytes": 16 * 512}),
+            "run": base.run.model_copy(update=run),
+        }
+    )
+
+
+def test_plan_is_made_once_and_then_read_even_without_the_input(dataset):
+    store = MemoryStore()
+    index, units = load_or_make_plan(store, small(dataset), SHAPE, 512)
+    assert (index.rows, index.usable, index.tokens) == (5, 3, 24)
+    assert index.skipped == {"malformed JSON": 1, "overlong": 1}
+    assert [(u.first, u.end, u.rows) for u in units] == [(0, 1, 1), (1, 5, 2)]
+    assert [r.index for r in PreparedRows(store, index).read(1, 5) if r.reason is None] == [1, 4]
+    before = dict(store.objects)
+    dataset.unlink()
+    assert load_or_make_plan(store, small(dataset), SHAPE, 512) == (index, units)
+    assert store.objects == before
+
+
+def test_plan_on_a_local_folder_is_that_in_memory(dataset, tmp_path):
+    store, memory = open_store(str(tmp_path / "out")), MemoryStore()
+    index, units = load_or_make_plan(store, small(dataset), SHAPE, 512)
+    assert load_or_make_plan(memory, small(dataset), SHAPE, 512) == (index, units)
+    assert {info.key: store.get(info.key) for info in store.list("plan/")} == memory.objects
+    assert list(PreparedRows(store, index).lengths()) == list(PreparedRows(memory, index).lengths())
+    assert load_or_make_plan(store, small(dataset), SHAPE, 512) == (index, units)
+
+
+def test_interrupted_planning_is_finished_by_the_next_driver(dataset):
+    complete = MemoryStore()
+    expected = load_or_make_plan(complete, small(dataset), SHAPE, 512)
+    for done in range(len(complete.objects)):
+        store = MemoryStore()
+        store.objects = dict(list(complete.objects.items())[:done])
+        assert load_or_make_plan(store, small(dataset), SHAPE, 512) == expected
+        assert store.objects == complete.objects
+    assert list(complete.objects)[-1] == layout.PLAN_KEY
+
+
+def test_driver_that_loses_the_race_uses_the_winners_plan(dataset, monkeypatch):
+    store = MemoryStore()
+    real = plan.write_units
+
+    def lose(*args):
+        monkeypatch.setattr(plan, "write_units", real)
+        winner.extend(load_or_make_plan(store, small(dataset), SHAPE, 512))
+        real(*args)
+
+    winner = []
+    monkeypatch.setattr(plan, "write_units", lose)
+    assert list(load_or_make_plan(store, small(dataset), SHAPE, 512)) == winner
+
+
+def test_plan_that_cannot_be_leaves_nothing_in_the_way_of_the_corrected_job(dataset, tmp_path):
+    store = MemoryStore()
+    with pytest.raises(PlanError, match=r"^row 1: .*raise run\.arena_bytes"):
+        load_or_make_plan(store, small(dataset, arena_bytes=2 * 11 * 512), SHAPE, 512)
+    useless = tmp_path / "useless.jsonl"
+    useless.write_text('{"prompt": 1}\n' * 3)
+    with pytest.raises(PlanError, match=r"dataset\.paths: none of 3 rows can be used \(3 x no known field\)"):
+        load_or_make_plan(store, small(useless), SHAPE, 512)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(PlanError, match=r"none of 0 rows can be used; it is empty"):
+        load_or_make_plan(store, small(tmp_path / "empty.jsonl"), SHAPE, 512)
+    assert store.objects == {}
+    load_or_make_plan(store, small(dataset), SHAPE, 512)
+
+
+def test_tokenizer_that_is_missing_stops_planning_before_anything_is_stored(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n")
+    store = MemoryStore()
+    with pytest.raises(ConfigError, match=r"model\.path = 'm': no tokenizer"):
+        load_or_make_plan(store, small(path), dataclasses.replace(SHAPE, path=str(tmp_path)), 512)
+    assert store.objects == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", r"plan/plan\.json is damaged"),
+        (b"[]", r"plan/plan\.json is damaged"),
+        (b'{"version": 9, "rows": {}, "units": 1}', "has version 9 and this release reads 1"),
+    ],
+)
+def test_unusable_stored_plan_is_explained(dataset, text, message):
+    store = MemoryStore()
+    load_or_make_plan(store, small(dataset), SHAPE, 512)
+    store.objects[layout.PLAN_KEY] = text
+    with pytest.raises(PlanError, match=message):
+        load_or_make_plan(store, small(dataset), SHAPE, 512)
+
+
+def test_units_of_another_plan_are_noticed(dataset):
+    store, other = MemoryStore(), MemoryStore()
+    _, units = load_or_make_plan(store, small(dataset), SHAPE, 512)
+    write_units(other, units[:1])
+    store.objects[layout.UNITS_KEY] = other.objects[layout.UNITS_KEY]
+    with pytest.raises(PlanError, match=r"plan/units\.parquet is not what plan/plan\.json says"):
+        load_or_make_plan(store, small(dataset), SHAPE, 512)
+
+
+def test_summary_adds_up_and_names_every_reason(dataset):
+    index, units = load_or_make_plan(MemoryStore(), small(dataset), SHAPE, 512)
+    summary = estimate(index, units, 512)
+    assert (summary.state_bytes, summary.units, summary.largest_unit_bytes) == (24 * 512, 2, 16 * 512)
+    assert summary.lines() == [
+        "rows      5 = 3 usable + 2 skipped",
+        "          1 skipped: malformed JSON",
+        "          1 skipped: overlong",
+        "tokens    24, the states of 24 are stored at 512 bytes each",
+        "states    12.29 kB (12.00 KiB)",
+        "shards    2, the largest of 8.19 kB (8.00 KiB)",
+    ]
