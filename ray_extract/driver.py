@@ -13,6 +13,7 @@ import secrets
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ _COMMITTERS = 8  # commits under way at once; one is a small PUT
 _WORKER_DEATHS_IN_A_ROW = 3  # workers that may fail to start, one after the other, before the run stops
 _CAPACITY_NOTICE_S = 30.0
 _STOP_TIMEOUT_S = 30.0
+_RATE_WINDOW_S = 60.0  # a forward pass on a CPU takes longer than a progress line is apart
 _LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
 
 
@@ -119,8 +121,7 @@ class Driver:
         self._failed_rows = 0
         self._first_ready: float | None = None
         self._last_tick = 0.0
-        self._last_captured = 0
-        self._rate = 0.0
+        self._history: deque[tuple[float, int]] = deque()  # (time, tokens captured) of the last _RATE_WINDOW_S
         self._notice = 0.0
 
     def run(self) -> Outcome:
@@ -310,10 +311,10 @@ class Driver:
         for actor in self._actors:
             if actor.ready and actor.poll is None:
                 actor.poll = actor.handle.progress.remote()
-        captured = self._captured()
-        if self._last_tick:
-            self._rate = max(0, captured - self._last_captured) / (now - self._last_tick)
-        self._last_tick, self._last_captured = now, captured
+        self._last_tick = now
+        self._history.append((now, self._captured()))
+        while now - self._history[0][0] > _RATE_WINDOW_S:
+            self._history.popleft()
         if any(a.ready for a in self._actors):
             logger.info(self._snapshot().line())
         self._say_capacity(now)
@@ -341,6 +342,12 @@ class Driver:
     def _captured(self) -> int:
         return self._gone_tokens + sum(int(a.counters.get("tokens_captured", 0)) for a in self._actors)
 
+    def _rate(self) -> float:
+        if len(self._history) < 2:
+            return 0.0
+        (then, before), (now, captured) = self._history[0], self._history[-1]
+        return max(0, captured - before) / (now - then)
+
     def _snapshot(self) -> Snapshot:
         starts = self._gone_starts + sum(a.counters.get("engine_starts", 1) for a in self._actors)
         return Snapshot(
@@ -358,7 +365,7 @@ class Driver:
             arena_used=sum(a.counters.get("arena_used", 0) for a in self._actors),
             arena_bytes=self._setup.extractor.arena_bytes * len(self._actors),
             elapsed_s=round(time.monotonic() - self._first_ready, 1) if self._first_ready else 0.0,
-            tokens_per_s=round(self._rate, 1),
+            tokens_per_s=round(self._rate(), 1),
         )
 
     def _write_progress(self, state: str) -> None:

@@ -20,7 +20,7 @@ class Snapshot:
         restarts: engine starts beyond the first of each worker, and workers replaced.
         arena_used, arena_bytes: shared memory of all workers.
         elapsed_s: since extraction began.
-        tokens_per_s: captured, over the last interval.
+        tokens_per_s: captured, over the last minute.
     """
 
     units: int

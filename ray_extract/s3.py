@@ -392,7 +392,9 @@ class _S3Upload(Upload):
         self._store = store
         self._key = key
         self._create = create
-        self._filling = bytearray()
+        # Two buffers, used in turn: fresh memory for each part would cost as much CPU as sending it.
+        self._filling, self._spare = memoryview(bytearray(PART_BYTES)), memoryview(bytearray(PART_BYTES))
+        self._filled = 0
         self._parts: Multipart | None = None
         self._tags: list[str] = []
         self._sending: concurrent.futures.Future[str] | None = None
@@ -401,17 +403,18 @@ class _S3Upload(Upload):
     def write(self, chunk: Buffer) -> None:
         view = memoryview(chunk)
         while view:
-            room = PART_BYTES - len(self._filling)
-            self._filling += view[:room]
-            view = view[room:]
-            if len(self._filling) == PART_BYTES:
+            piece = view[: len(self._filling) - self._filled]
+            self._filling[self._filled : self._filled + len(piece)] = piece
+            self._filled += len(piece)
+            view = view[len(piece) :]
+            if self._filled == len(self._filling):
                 self._send()
 
     def finish(self) -> None:
         if self._parts is None:
-            self._store._put(self._key, memoryview(self._filling), self._create)
+            self._store._put(self._key, self._filling[: self._filled], self._create)
         else:
-            if self._filling:
+            if self._filled:
                 self._send()
             self._settle()
             self._parts.complete(self._tags)
@@ -425,10 +428,10 @@ class _S3Upload(Upload):
     def _send(self) -> None:
         if self._parts is None:
             self._parts = Multipart(self._store, self._key, self._create)
-        self._settle()
-        part, self._filling = self._filling, bytearray()
-        number = len(self._tags) + 1
-        self._sending = self._pool.submit(self._parts.send, number, part)
+        self._settle()  # so the spare is free
+        part = self._filling[: self._filled]
+        self._sending = self._pool.submit(self._parts.send, len(self._tags) + 1, part)
+        self._filling, self._spare, self._filled = self._spare, self._filling, 0
 
     def _settle(self) -> None:
         if self._sending is not None:

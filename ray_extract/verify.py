@@ -98,7 +98,8 @@ class VerifyReport:
         more = self.problem_count - len(self.problems)
         return [
             f"output    {self.url}",
-            f"rows      {self.rows:,} = {self.rows_ok:,} ok + {self.rows_skipped:,} skipped + {self.rows_failed:,} failed",
+            f"rows      {self.rows:,} = {self.rows_ok:,} ok + {self.rows_skipped:,} skipped "
+            f"+ {self.rows_failed:,} failed",
             *kinds,
             f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored",
             f"shards    {self.committed:,} of {self.units:,}, {show_bytes(self.nbytes)}",
@@ -157,22 +158,14 @@ def verify(
         raise ConfigError("--recompute needs the checkpoint that the run used; name its folder with --model")
     store = open_store(url, storage_options)
     expected, index, units = _read_run(store)
-    report = VerifyReport(
-        url=store.url,
-        rows=index.rows,
-        units=len(units),
-        skipped=index.skipped,
-        rows_skipped=sum(index.skipped.values()),
-    )
-    receipts = _read_receipts(store, units, report)
+    skipped = sum(index.skipped.values())
+    report = VerifyReport(url=store.url, rows=index.rows, units=len(units), skipped=index.skipped, rows_skipped=skipped)
+    ledger = Ledger(store)
+    done = _committed(ledger, units, report)
     rows = _Locked(PreparedRows(store, index))
-
-    def check(unit: Unit) -> _Checked:
-        return _check_unit(store, unit, receipts[unit.unit], rows, expected)
-
-    done = [unit for unit in units if unit.unit in receipts]
     with concurrent.futures.ThreadPoolExecutor(_SHARDS_AT_ONCE) as pool:
-        for unit, found in zip(done, pool.map(check, done), strict=True):
+        checks = pool.map(lambda unit: _check_unit(ledger, unit, rows, expected), done)
+        for unit, found in zip(done, checks, strict=True):
             log.info("unit %s: %s", unit.unit, "; ".join(found.problems) or "right")
             _add(report, found)
     report.rows_failed = sum(report.failed.values())
@@ -182,7 +175,7 @@ def verify(
                 f"{report.rows} rows, but {report.rows_ok} ok + {report.rows_skipped} skipped + "
                 f"{report.rows_failed} failed could be read"
             )
-        _check_manifest(store, index, units, receipts, expected.keep, rows, report)
+        _check_manifest(ledger, index, units, expected.keep, rows, report)
     if recompute and model_path is not None:
         _recompute(store.url, storage_options, recompute, seed, model_path, report)
     return report
@@ -213,8 +206,8 @@ def _read_run(store: Store) -> tuple[_Expected, RowIndex, list[Unit]]:
     return _Expected(capture["keep"], identity.format["shards"], columns), index, units
 
 
-def _read_receipts(store: Store, units: Sequence[Unit], report: VerifyReport) -> dict[str, Receipt]:
-    ledger = Ledger(store)
+def _committed(ledger: Ledger, units: Sequence[Unit], report: VerifyReport) -> list[Unit]:
+    """The units to check; notes those that are missing or unknown."""
     planned = {unit.unit for unit in units}
     committed = ledger.committed_units()
     report.committed = len(committed & planned)
@@ -223,16 +216,7 @@ def _read_receipts(store: Store, units: Sequence[Unit], report: VerifyReport) ->
     missing = sorted(planned - committed)
     if missing:
         report.add(f"{len(missing)} units have no commit, such as {missing[0]}: the run is not finished; run it again")
-    receipts: dict[str, Receipt] = {}
-    for name in sorted(committed & planned):
-        try:
-            receipt = ledger.receipt(name)
-        except ShardError as error:
-            report.add(str(error))
-            continue
-        if receipt is not None:
-            receipts[name] = receipt
-    return receipts
+    return [unit for unit in units if unit.unit in committed]
 
 
 def _add(report: VerifyReport, found: _Checked) -> None:
@@ -245,27 +229,26 @@ def _add(report: VerifyReport, found: _Checked) -> None:
         report.add(problem)
 
 
-def _check_unit(store: Store, unit: Unit, receipt: Receipt, rows: _Locked, expected: _Expected) -> _Checked:
+def _check_unit(ledger: Ledger, unit: Unit, rows: _Locked, expected: _Expected) -> _Checked:
     found = _Checked()
     try:
+        receipt = ledger.receipt(unit.unit)
+        if receipt is None:
+            raise ShardError(f"{layout.commit_key(unit.unit)}: gone")
+        shard = open_shard(ledger.store, receipt.key, receipt.format)
+        _count(found, shard, receipt)
+        problems = [*_receipt_problems(unit, receipt, shard, expected)]
         prepared = [row for row in rows.read(unit.first, unit.end) if row.reason is None]
-        shard = open_shard(store, receipt.key, receipt.format)
-        found.problems += [f"{receipt.key}: {what}" for what in _receipt_problems(unit, receipt, shard, expected)]
         table = row_table(
             [row.index for row in prepared],
             [row.input_ids for row in prepared],
             [row.loss_mask for row in prepared],
             expected.keep,
         )
-        difference = _table_difference(shard.table, table)
-        if difference:
-            found.problems.append(f"{receipt.key}: {difference}")
-        found.nbytes = shard.size
-        _count(found, shard, receipt)
+        problems += _table_differences(shard.table, table)
         for place, wrong in shard.differences(range(shard.rows)).items():
-            found.problems.append(
-                f"{receipt.key}: row {int(shard.table.row[place])}: {', '.join(wrong)} differ from what was captured"
-            )
+            problems.append(f"row {int(shard.table.row[place])}: {', '.join(wrong)} differ from what was captured")
+        found.problems += [f"{receipt.key}: {problem}" for problem in problems]
     except (ShardError, NotFound, PlanError) as error:
         found.problems.append(str(error))
     return found
@@ -300,21 +283,20 @@ def _named(failures: Mapping[int, RowStatus]) -> dict[int, str]:
     return {row: status.name.lower() for row, status in sorted(failures.items())}
 
 
-def _table_difference(found: RowTable, expected: RowTable) -> str:
-    """Where a shard's rows are not those prepared; empty if they are."""
+def _table_differences(found: RowTable, expected: RowTable) -> Iterator[str]:
+    """Where a shard's rows are not those prepared."""
     for name in ("row", "cu_seqlens", "cu_kept", "cu_spans", "spans", "input_ids", "loss_mask"):
         got, wanted = getattr(found, name), getattr(expected, name)
         if got.shape != wanted.shape:
-            return f"{name} has {len(got)} entries, {len(wanted)} prepared"
-        wrong = np.argwhere(got != wanted)
-        if len(wrong):
+            yield f"{name} has {len(got)} entries, {len(wanted)} prepared"
+        elif (wrong := np.argwhere(got != wanted)).size:
             at = tuple(wrong[0].tolist())
-            return f"{name}{list(at)} is {got[at]}, {wanted[at]} prepared ({len(wrong)} differ)"
-    return ""
+            yield f"{name}{list(at)} is {got[at]}, {wanted[at]} prepared ({len(wrong)} differ)"
 
 
 def _count(found: _Checked, shard: Shard, receipt: Receipt) -> None:
     ok = shard.status == RowStatus.OK
+    found.nbytes = shard.size
     found.ok = int(ok.sum())
     found.tokens = int(np.diff(shard.table.cu_seqlens)[ok].sum())
     found.kept = int(np.diff(shard.table.cu_kept)[ok].sum())
@@ -324,16 +306,15 @@ def _count(found: _Checked, shard: Shard, receipt: Receipt) -> None:
 
 
 def _check_manifest(
-    store: Store,
+    ledger: Ledger,
     index: RowIndex,
     units: Sequence[Unit],
-    receipts: Mapping[str, Receipt],
     keep: str,
     rows: _Locked,
     report: VerifyReport,
 ) -> None:
     try:
-        manifest = read_manifest(store)
+        manifest = read_manifest(ledger.store)
     except ShardError as error:
         report.add(str(error))
         return
@@ -343,10 +324,9 @@ def _check_manifest(
             for row in rows.read(first, min(first + _BATCH_ROWS, index.rows)):
                 yield RowHead.of(row, keep)
 
-    ordered = (receipts[unit.unit] for unit in units if unit.unit in receipts)
     at = 0
     try:
-        records = manifest_rows(heads(), units, ordered)
+        records = manifest_rows(heads(), units, ledger.receipts())
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
             _compare(manifest.slice(at, len(batch)), batch, report.add)
             at += len(batch)
@@ -397,6 +377,6 @@ def _recompute(
         return
     report.recomputed = len(stored)
     report.errors = state_errors(stored, model_path)
-    for error in report.errors:
-        if not error.ok:
-            report.add(f"--recompute: {error}")
+    for state in report.errors:
+        if not state.ok:
+            report.add(f"--recompute: {state}")

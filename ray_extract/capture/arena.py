@@ -203,13 +203,14 @@ class Arena:
         """
         sweep(root)
         needed = spec.nbytes + Control.nbytes(spec)
-        free = shutil.disk_usage(root).free
-        if free < needed:
-            raise ArenaError(_no_space(root, needed, free))
         final = root / f"{SHM_PREFIX}{spec.nonce}"
         folder = root / f".{SHM_PREFIX}{spec.nonce}"
-        folder.mkdir(mode=0o700)
+        lock = -1
         try:
+            free = shutil.disk_usage(root).free
+            if free < needed:
+                raise ArenaError(_no_space(root, needed, free))
+            folder.mkdir(mode=0o700)
             lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "spec.json").write_text(spec.to_json())
@@ -218,6 +219,8 @@ class Arena:
             folder.rename(final)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
+            if lock >= 0:
+                os.close(lock)
             if error.errno == errno.ENOSPC:
                 raise ArenaError(_no_space(root, needed, shutil.disk_usage(root).free)) from None
             raise ArenaError(f"{root}: cannot make the arena: {error}") from error
@@ -318,7 +321,10 @@ class Arena:
 
     def free(self, extent: Extent) -> None:
         """Give the range back. The extent must be retired, and nobody may read its buffer."""
-        extent.buffer.release()
+        # Released, so that a late reader fails. While an error is on its way up, its traceback may hold views of the
+        # buffer, which forbid that; the range is free all the same.
+        with contextlib.suppress(BufferError):
+            extent.buffer.release()
         with self._changed:
             del self._taken[extent.slot]
             self._changed.notify_all()
@@ -373,18 +379,27 @@ def _leftovers(root: Path) -> Iterator[Path]:
                 fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
             except OSError:
                 # No lock yet: either being made this moment, or its maker died before the lock. Only age tells.
-                with contextlib.suppress(OSError):
-                    if time.time() - folder.stat().st_mtime > 60:
-                        yield folder
+                if _is_old(folder):
+                    yield folder
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
             else:
-                yield folder
+                # A maker opens its lock a moment before it holds it; only in a folder that has its final name is a
+                # free lock proof of death.
+                if not folder.name.startswith(".") or _is_old(folder):
+                    yield folder
             finally:
                 os.close(fd)
+
+
+def _is_old(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > 60
+    except OSError:
+        return False
 
 
 def _allocate_file(path: Path, nbytes: int) -> mmap.mmap:

@@ -1,0 +1,31 @@
+# GNU make. Each target sets up what it needs and is safe to run twice.
+SHELL := /bin/bash
+VENV := $(abspath $(or $(RAY_EXTRACT_VENV),.venv))
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lint clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: ## The environment, in .venv (or $RAY_EXTRACT_VENV); nothing to do the second time
+	@deploy/cpu/setup.sh
+
+demo: ## The main job on the CPU: a real model, real prompts, two engines, verified shards in demo-output/
+	@deploy/cpu/demo/demo.sh
+
+test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU (25 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+test-fast: setup ## The tests that start no engine (3 minutes)
+	$(BIN)/python -m pytest -m "not engine"
+
+lint: setup ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## Remove caches, the demo's model and its output; keeps .venv
+	rm -rf .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo-output
+	find ray_extract tests deploy benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,169 @@
+"""A finished run's output, made with the real plan, shards and ledger, but without an engine."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from images import seal_image
+
+from ray_extract.config import Job
+from ray_extract.dataset.prepared import PreparedRows, RowIndex
+from ray_extract.layout import shard_key
+from ray_extract.ledger import Ledger, RowHead, run_identity, write_manifest
+from ray_extract.model import ModelShape
+from ray_extract.plan import load_or_make_plan
+from ray_extract.records import Receipt, RowFailure, RowStatus, Unit
+from ray_extract.shards.image import TORCH_TO_CODE, lay_out, row_table, state_columns, write_table
+from ray_extract.shards.parquet import write_parquet
+from ray_extract.shards.raw import write_raw
+from ray_extract.shards.seal import sha256_other
+from ray_extract.store import Store, open_store
+
+BOUNDARIES = (1, 3)
+NAMES = ("state.1", "state.3", "state.final")
+ATTEMPT = "a0"
+
+States = Callable[[str, npt.NDArray[np.int32]], npt.NDArray[np.float32]]
+"""(state's name, token ids) -> f32 [n, hidden]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What was written.
+
+    Args:
+        url: where.
+        store: the same, open.
+        job: its job.
+        index, units: its plan.
+        stored: for each row that is ok, the bytes of each state by name; u8 [kept, bytes per token].
+    """
+
+    url: str
+    store: Store
+    job: Job
+    index: RowIndex
+    units: list[Unit]
+    stored: dict[int, dict[str, npt.NDArray[np.uint8]]]
+
+
+def random_states(hidden: int) -> States:
+    """States that depend on the name and the ids alone."""
+
+    def states(name: str, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
+        rng = np.random.default_rng([NAMES.index(name), *ids.tolist()])
+        return rng.standard_normal((len(ids), hidden), dtype=np.float32)
+
+    return states
+
+
+def stored_bytes(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
+    """Values in a stored type, bf16 by truncation; u8 [n, bytes per token]."""
+    if dtype == "bfloat16":
+        narrow = (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        narrow = values.astype(dtype)
+    return np.ascontiguousarray(narrow).view(np.uint8).reshape(len(values), -1)
+
+
+def make_output(
+    folder: Path,
+    *,
+    url: str | None = None,
+    lengths: Sequence[int] = (5, 12, 0, 1, 30, 7),
+    format: str = "raw",
+    keep: str = "all",
+    dtype: str = "bfloat16",
+    hidden: int = 16,
+    vocab: int = 1000,
+    failed: Sequence[int] = (),
+    rows_per_unit: int = 2,
+    states: States | None = None,
+    finish: bool = True,
+    leave_out: Sequence[str] = (),
+) -> Output:
+    """Write an output.
+
+    Args:
+        folder: for the input, and for the output if no `url` is given.
+        lengths: prompt tokens of the rows; a row of 0 is skipped as unusable.
+        failed: rows that failed, by index.
+        finish: write the manifest too.
+        leave_out: units without a commit.
+    """
+    rng = np.random.default_rng(0)
+    records = []
+    for length in lengths:
+        mask = rng.integers(0, 2, length)
+        mask[-1:] = 1
+        records.append({"input_ids": rng.integers(0, vocab, length).tolist(), "loss_mask": mask.tolist()})
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    url = url or str(folder / "out")
+    job = Job.model_validate(
+        {
+            "model": {"path": "made-up"},
+            "dataset": {"paths": [str(data)]},
+            "capture": {"boundaries": BOUNDARIES, "keep": keep},
+            "output": {"url": url, "format": format, "max_rows": rows_per_unit},
+        }
+    )
+    shape = ModelShape("made-up", "LlamaForCausalLM", "llama", 8, hidden, dtype, 4096, vocab, "0" * 64)
+    columns = state_columns(BOUNDARIES, True, TORCH_TO_CODE[dtype], hidden)
+    store = open_store(url)
+    ledger = Ledger(store)
+    ledger.claim(run_identity(job, shape, BOUNDARIES, [{"path": "rows.jsonl"}], ""), {"ray_extract": "test"})
+    index, units = load_or_make_plan(store, job, shape, sum(c.token_bytes for c in columns))
+    prepared = PreparedRows(store, index)
+    stored: dict[int, dict[str, npt.NDArray[np.uint8]]] = {}
+    for unit in units:
+        if unit.unit in leave_out:
+            continue
+        rows = [row for row in prepared.read(unit.first, unit.end) if row.reason is None]
+        table = row_table([r.index for r in rows], [r.input_ids for r in rows], [r.loss_mask for r in rows], keep)
+        layout = lay_out(table, columns, {"unit": unit.unit})
+        buffer = memoryview(bytearray(layout.nbytes))
+        write_table(layout, table, buffer)
+        for place, row in enumerate(rows):
+            positions = np.arange(len(row.input_ids)) if keep == "all" else np.flatnonzero(row.loss_mask)
+            for column in columns:
+                values = (states or random_states(hidden))(column.name, row.input_ids)[positions]
+                part = stored_bytes(values, dtype)
+                layout.state_bytes(buffer, column)[table.cu_kept[place] : table.cu_kept[place + 1]] = part
+                if row.index not in failed:
+                    stored.setdefault(row.index, {})[column.name] = part
+        image = seal_image(table, columns, buffer, layout, [i for i, r in enumerate(rows) if r.index in failed])
+        key = shard_key(unit.unit, ATTEMPT, format)
+        size = (
+            write_raw(store, key, buffer)
+            if format == "raw"
+            else write_parquet(store, key, layout, buffer, piece_bytes=10 * sum(c.token_bytes for c in columns))
+        )
+        ok = image.statuses == RowStatus.OK
+        ledger.commit(
+            Receipt(
+                unit=unit.unit,
+                attempt=ATTEMPT,
+                key=key,
+                format=format,
+                size=size,
+                sha256=sha256_other(layout, buffer),
+                rows=len(rows),
+                tokens=int(np.diff(table.cu_seqlens)[ok].sum()),
+                kept=int(np.diff(table.cu_kept)[ok].sum()),
+                failures=tuple(
+                    RowFailure(r.index, RowStatus.INCOMPLETE, "one token is missing") for r in rows if r.index in failed
+                ),
+                digests=layout.small(buffer, "digest").tobytes(),
+                environment={},
+                seconds={},
+            )
+        )
+    if finish and not leave_out:
+        heads = (RowHead.of(row, keep) for row in prepared.read(0, index.rows))
+        write_manifest(store, heads, units, ledger.receipts())
+    return Output(url, store, job, index, units, stored)

@@ -1,0 +1,490 @@
+"""Every row committed once: identity, commits, manifests, totals."""
+
+import concurrent.futures
+import dataclasses
+import json
+import logging
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_extract import layout
+from ray_extract.config import Job
+from ray_extract.dataset.prepare import PreparedRow
+from ray_extract.errors import IdentityMismatch, ShardError, StoreError
+from ray_extract.ledger import (
+    MANIFEST_SCHEMA,
+    Ledger,
+    RowHead,
+    RunIdentity,
+    Totals,
+    count,
+    diff,
+    latest_manifest,
+    orphans,
+    read_manifest,
+    run_identity,
+    write_manifest,
+    write_success,
+)
+from ray_extract.model import ModelShape
+from ray_extract.records import Receipt, RowFailure, RowStatus, Unit
+from ray_extract.store import LocalStore, Store, open_store
+
+STATES = 3
+SHAPE = ModelShape("/m", "LlamaForCausalLM", "llama", 12, 64, "bfloat16", 4096, 1000, "f00d")
+SOURCES = [{"size": 10, "sha256": "aa"}, {"size": 20, "sha256": "bb"}]
+ENVIRONMENT = {"sglang": "0.5.20"}
+
+
+def memory() -> Store:
+    """An empty store."""
+    return open_store(f"memory://{uuid.uuid4().hex}/out")
+
+
+def job(**changes: Any) -> Job:
+    """A small job; `capture__final=False` changes one field."""
+    tree: dict[str, Any] = {
+        "model": {"path": "/m"},
+        "dataset": {"paths": ["/d/a.jsonl", "/d/b.jsonl"]},
+        "output": {"url": "/o"},
+    }
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        tree.setdefault(section, {})[field] = value
+    return Job.model_validate(tree)
+
+
+def identity(boundaries: Sequence[int] = (2, 6, 9), sources: Any = SOURCES, **changes: Any) -> RunIdentity:
+    """The identity of that job."""
+    return run_identity(job(**changes), SHAPE, boundaries, sources, "template")
+
+
+def make_receipt(unit: Unit, attempt: str, failures: Sequence[RowFailure] = ()) -> Receipt:
+    """What an attempt at a unit hands back; its digests tell row and unit."""
+    digests = np.arange(unit.rows * (1 + STATES), dtype="<u8") + 1000 * unit.first
+    return Receipt(
+        unit=unit.unit,
+        attempt=attempt,
+        key=layout.shard_key(unit.unit, attempt, "raw"),
+        format="raw",
+        size=100 + unit.first,
+        sha256="00",
+        rows=unit.rows,
+        tokens=unit.tokens,
+        kept=unit.kept,
+        failures=tuple(failures),
+        digests=digests.tobytes(),
+        environment={},
+        seconds={},
+    )
+
+
+def make_rows(lengths: Sequence[int]) -> list[RowHead]:
+    """Rows of these lengths; 0 means skipped."""
+    return [
+        RowHead(i, f"id{i}", f"a.jsonl:{i}", n, n, None if n else "overlong: 9 > 8 tokens")
+        for i, n in enumerate(lengths)
+    ]
+
+
+def make_units(rows: Sequence[RowHead], size: int) -> list[Unit]:
+    """A plan with `size` usable rows a unit."""
+    usable = [row for row in rows if row.reason is None]
+    units = []
+    for number, at in enumerate(range(0, len(usable), size)):
+        group = usable[at : at + size]
+        kept = sum(row.kept for row in group)
+        units.append(
+            Unit(layout.unit_id(number), group[0].index, group[-1].index + 1, len(group), kept, kept, 8 * kept)
+        )
+    return units
+
+
+ROWS = make_rows([3, 0, 5, 2, 0, 0, 7, 1, 0])
+UNITS = make_units(ROWS, 2)
+
+
+# Identity
+
+
+def test_what_only_moves_work_is_no_part_of_the_identity() -> None:
+    moved = identity(
+        model__path="/elsewhere",
+        dataset__paths=["s3://bucket/copy.jsonl", "/d/b.jsonl"],
+        output__url="/other",
+        engine__count=8,
+        engine__tp_size=4,
+        engine__chunked_prefill_size=512,
+        engine__args={"mem_fraction_static": 0.5},
+        run__max_attempts=9,
+        capture__check="off",
+    )
+    assert diff(identity(), moved) == []
+    assert moved == identity()
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (identity(boundaries=(1, 6, 9)), "capture.boundaries: run has [2, 6, 9], this job asks [1, 6, 9]"),
+        (identity(capture__final=False), "capture.final: run has true, this job asks false"),
+        (identity(capture__keep="supervised"), 'capture.keep: run has "all", this job asks "supervised"'),
+        (identity(dataset__mask="all"), 'dataset.mask: run has "assistant", this job asks "all"'),
+        (identity(dataset__limit=5), "dataset.limit: run has null, this job asks 5"),
+        (identity(dataset__fields={"text": "body"}), 'dataset.fields.text: run has "text", this job asks "body"'),
+        (identity(engine__context_length=99), "dataset.context_length: run has 4096, this job asks 99"),
+        (identity(engine__kind="simulated"), 'model.engine: run has "sglang", this job asks "simulated"'),
+        (identity(model__load_format="dummy"), 'model.weights: run has "checkpoint", this job asks "random"'),
+        (identity(model__quantization="fp8"), 'model.quantization: run has null, this job asks "fp8"'),
+        (
+            identity(engine__args={"kv_cache_dtype": "fp8_e5m2"}),
+            'model.args.kv_cache_dtype: run has nothing, this job asks "fp8_e5m2"',
+        ),
+        (identity(output__max_rows=7), "plan.max_rows: run has 8192, this job asks 7"),
+        (identity(output__format="raw"), 'format.shards: run has "parquet", this job asks "raw"'),
+        (
+            identity(sources=[SOURCES[0], {"size": 20, "sha256": "cc"}]),
+            'dataset.sources[1].sha256: run has "bb", this job asks "cc"',
+        ),
+    ],
+)
+def test_a_difference_is_one_line_that_says_both_sides(changed: RunIdentity, line: str) -> None:
+    assert diff(identity(), changed) == [line]
+
+
+def test_a_missing_source_is_a_difference() -> None:
+    assert diff(identity(), identity(sources=SOURCES[:1])) == [
+        "dataset.sources[1].size: run has 20, this job asks nothing",
+        'dataset.sources[1].sha256: run has "bb", this job asks nothing',
+    ]
+
+
+def test_a_claimed_output_takes_the_same_job_again_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    store = memory()
+    assert Ledger(store).identity() is None
+    Ledger(store).claim(identity(), ENVIRONMENT)
+    with caplog.at_level(logging.WARNING):
+        Ledger(store).claim(identity(), ENVIRONMENT)
+    assert not caplog.records
+    with pytest.raises(IdentityMismatch) as caught:
+        Ledger(store).claim(identity(boundaries=[1, 6, 9]), ENVIRONMENT)
+    assert "capture.boundaries: run has [2, 6, 9], this job asks [1, 6, 9]" in str(caught.value)
+    assert "another output.url" in str(caught.value)
+    assert Ledger(store).identity() == identity()
+
+
+def test_another_environment_is_only_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    store = memory()
+    Ledger(store).claim(identity(), ENVIRONMENT)
+    with caplog.at_level(logging.WARNING):
+        Ledger(store).claim(identity(), {"sglang": "0.5.21"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "this run began with sglang 0.5.20, and goes on with 0.5.21"
+    ]
+
+
+@pytest.mark.parametrize("content", [b"{}", b"not json", b'{"version": 2}', b"[]", b'{"version": 1, "identity": {}}'])
+def test_a_run_of_another_release_is_refused(content: bytes) -> None:
+    store = memory()
+    store.put(layout.RUN_KEY, content)
+    with pytest.raises(IdentityMismatch, match="this release reads 1"):
+        Ledger(store).claim(identity(), ENVIRONMENT)
+
+
+# Commits
+
+
+def test_a_unit_is_committed_once(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(memory())
+    assert ledger.receipt(UNITS[0].unit) is None
+    assert ledger.commit(make_receipt(UNITS[0], "a"))
+    with caplog.at_level(logging.WARNING):
+        assert not ledger.commit(make_receipt(UNITS[0], "b"))
+    assert "attempt a was committed before b" in caplog.text
+    assert ledger.receipt(UNITS[0].unit) == make_receipt(UNITS[0], "a")
+    assert ledger.committed_units() == {UNITS[0].unit}
+
+
+def test_eight_drivers_commit_a_unit_and_one_wins(tmp_path: Path) -> None:
+    barrier = threading.Barrier(8)
+
+    def race(attempt: str) -> bool:
+        barrier.wait()
+        return Ledger(LocalStore(tmp_path)).commit(make_receipt(UNITS[0], attempt))
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        won = dict(zip("abcdefgh", pool.map(race, "abcdefgh"), strict=True))
+    winner = Ledger(LocalStore(tmp_path)).receipt(UNITS[0].unit)
+    assert [attempt for attempt, did in won.items() if did] == [winner.attempt if winner else None]
+
+
+def test_a_commit_whose_answer_was_lost_counts_when_it_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(memory())
+    put = ledger.store.put
+
+    def lossy(*args: Any, **kwargs: Any) -> None:
+        put(*args, **kwargs)
+        raise StoreError("the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger.store, "put", lossy)
+        with pytest.raises(StoreError, match="lost"):
+            ledger.commit(make_receipt(UNITS[0], "a"))
+    assert ledger.commit(make_receipt(UNITS[0], "a"))
+    # The worker may have measured its seconds again; the attempt is what counts.
+    assert ledger.commit(dataclasses.replace(make_receipt(UNITS[0], "a"), seconds={"flush": 2.0}))
+
+
+def test_receipts_come_in_the_order_of_units() -> None:
+    ledger = Ledger(memory())
+    numbers = [*range(99, -1, -3), *range(1, 100, 3)]
+    for number in numbers:
+        ledger.commit(make_receipt(dataclasses.replace(UNITS[0], unit=layout.unit_id(number)), "a"))
+    assert [receipt.unit for receipt in ledger.receipts()] == [layout.unit_id(n) for n in sorted(numbers)]
+
+
+def test_a_damaged_commit_is_named() -> None:
+    store = memory()
+    store.put(layout.commit_key("u00000000"), b'{"version": 9}')
+    with pytest.raises(ShardError, match=r"commits/u00000000\.json"):
+        list(Ledger(store).receipts())
+
+
+def test_orphans_are_shards_that_lost_and_nothing_else() -> None:
+    store = memory()
+    ledger = Ledger(store)
+    split = dataclasses.replace(UNITS[1], unit=f"{UNITS[1].unit}.0")
+    for unit, attempts in ((UNITS[0], "abc"), (split, "ab"), (UNITS[2], "ab")):
+        for attempt in attempts:
+            store.put(make_receipt(unit, attempt).key, b"shard")
+    ledger.commit(make_receipt(UNITS[0], "b"))
+    ledger.commit(make_receipt(split, "a"))
+    assert sorted(item.key for item in orphans(store)) == sorted(
+        [make_receipt(UNITS[0], "a").key, make_receipt(UNITS[0], "c").key, make_receipt(split, "b").key]
+    )
+
+
+# Manifests
+
+
+def commit_all(ledger: Ledger, attempt: str = "a", failures: Sequence[RowFailure] = ()) -> None:
+    """Commit every unit; each gets the failures among its rows."""
+    for unit in UNITS:
+        ledger.commit(make_receipt(unit, attempt, [f for f in failures if unit.first <= f.row < unit.end]))
+
+
+def test_a_manifest_has_every_row_in_order_and_says_where_it_is() -> None:
+    ledger = Ledger(memory())
+    commit_all(ledger, failures=[RowFailure(3, RowStatus.NONFINITE, "7 values")])
+    key, totals = write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())
+    assert key == "manifest-000000.parquet"
+    table = read_manifest(ledger.store)
+    assert table.schema.equals(MANIFEST_SCHEMA)
+    rows = table.to_pylist()
+    assert [row["row"] for row in rows] == list(range(9))
+    assert [row["status"] for row in rows] == [
+        "ok", "skipped", "ok", "failed", "skipped", "skipped", "ok", "ok", "skipped",
+    ]  # fmt: skip
+    assert rows[3] == {
+        "row": 3,
+        "row_id": "id3",
+        "source": "a.jsonl:3",
+        "n_tokens": 2,
+        "kept": 2,
+        "status": "failed",
+        "reason": "nonfinite: 7 values",
+        "unit": UNITS[1].unit,
+        "shard": f"shards/{UNITS[1].unit}.a.safetensors",
+        "format": "raw",
+        "row_in_shard": 0,
+        "token_offset": 0,
+        "digests": [3000, 3001, 3002, 3003],
+    }
+    # A failed row keeps its place, so the next one starts behind it, over two skipped ones.
+    assert (rows[6]["row_in_shard"], rows[6]["token_offset"], rows[6]["digests"][0]) == (1, 2, 3004)
+    assert rows[8] == {
+        **dict.fromkeys(MANIFEST_SCHEMA.names),
+        "row": 8,
+        "row_id": "id8",
+        "source": "a.jsonl:8",
+        "n_tokens": 0,
+        "kept": 0,
+        "status": "skipped",
+        "reason": "overlong: 9 > 8 tokens",
+    }
+    assert totals == Totals(
+        rows=9, ok=4, skipped={"overlong": 4}, failed={"nonfinite": 1}, tokens=16, kept=16, nbytes=100 + 103 + 107
+    )
+    assert dataclasses.replace(count(table), nbytes=totals.nbytes) == totals
+
+
+def test_manifests_are_numbered_and_never_overwritten() -> None:
+    ledger = Ledger(memory())
+    assert latest_manifest(ledger.store) is None
+    with pytest.raises(ShardError, match="no manifest"):
+        read_manifest(ledger.store)
+    commit_all(ledger)
+    first, _ = write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())
+    before = ledger.store.get(first)
+    renamed = [dataclasses.replace(row, source="renamed") for row in ROWS]
+    second, _ = write_manifest(ledger.store, renamed, UNITS, ledger.receipts())
+    assert (first, second) == ("manifest-000000.parquet", "manifest-000001.parquet")
+    assert ledger.store.get(first) == before
+    assert latest_manifest(ledger.store) == second
+    assert set(read_manifest(ledger.store).column("source").to_pylist()) == {"renamed"}
+
+
+def test_the_same_manifest_again_is_the_same_object() -> None:
+    ledger = Ledger(memory())
+    commit_all(ledger)
+    keys = {write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())[0] for _ in range(2)}
+    assert keys == {"manifest-000000.parquet"}
+
+
+def test_a_number_that_another_driver_took_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(memory())
+    commit_all(ledger)
+    put_stream = ledger.store.put_stream
+
+    def late(key: str, chunks: Any, **kwargs: Any) -> int:
+        if key == layout.manifest_key(0):
+            ledger.store.put(key, b"another driver's", create=False)
+        return put_stream(key, chunks, **kwargs)
+
+    monkeypatch.setattr(ledger.store, "put_stream", late)
+    assert write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())[0] == layout.manifest_key(1)
+    assert ledger.store.get(layout.manifest_key(0)) == b"another driver's"
+    assert read_manifest(ledger.store).num_rows == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "units", "says"),
+    [
+        (ROWS[:-3], UNITS, "row 6 is missing"),
+        (ROWS[1:], UNITS, "row 1 came where row 0 was due"),
+        ([*ROWS[:2], *ROWS[3:]], UNITS, "row 3 came where row 2 was due"),
+        (ROWS[:7], UNITS[:-1], "the plan has no such unit"),
+        (ROWS, UNITS[1:], "usable, but in no unit"),
+        (ROWS, [UNITS[0], UNITS[2]], "usable, but in no unit"),
+        (ROWS, [dataclasses.replace(UNITS[0], rows=3), *UNITS[1:]], "plan has 3 rows"),
+        (ROWS, [dataclasses.replace(UNITS[0], kept=9), *UNITS[1:]], "9 planned"),
+        (ROWS, [dataclasses.replace(UNITS[0], end=4), *UNITS[1:]], "more usable rows than the 2 planned"),
+    ],
+)
+def test_rows_plan_and_commits_that_do_not_fit_make_no_manifest(
+    rows: list[RowHead], units: list[Unit], says: str
+) -> None:
+    ledger = Ledger(memory())
+    commit_all(ledger)
+    with pytest.raises(ShardError, match=says):
+        write_manifest(ledger.store, rows, units, ledger.receipts())
+    assert latest_manifest(ledger.store) is None
+
+
+def test_an_uncommitted_unit_makes_no_manifest() -> None:
+    ledger = Ledger(memory())
+    for unit in (UNITS[0], UNITS[2]):
+        ledger.commit(make_receipt(unit, "a"))
+    with pytest.raises(ShardError, match=f"unit {UNITS[1].unit} .* has no commit"):
+        write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())
+    assert latest_manifest(ledger.store) is None
+
+
+def test_a_commit_that_reports_a_strange_row_makes_no_manifest() -> None:
+    ledger = Ledger(memory())
+    ledger.commit(make_receipt(UNITS[0], "a", [RowFailure(6, RowStatus.FAULT, "x")]))
+    with pytest.raises(ShardError, match=r"does not hold: \[6\]"):
+        write_manifest(ledger.store, ROWS[:3], UNITS[:1], ledger.receipts())
+
+
+def test_a_data_set_without_usable_rows_has_a_manifest_too() -> None:
+    store = memory()
+    _, totals = write_manifest(store, make_rows([0, 0]), [], [])
+    assert totals == Totals(rows=2, skipped={"overlong": 2})
+    assert read_manifest(store).num_rows == 2
+
+
+def test_rows_that_do_not_add_up_are_an_error() -> None:
+    with pytest.raises(ShardError, match=r"5 rows, but 2 ok \+ 1 skipped \+ 1 failed"):
+        Totals(rows=5, ok=2, skipped={"overlong": 1}, failed={"fault": 1}).check()
+
+
+def test_the_head_of_a_prepared_row() -> None:
+    ids, mask = np.arange(3, dtype=np.int32), np.array([0, 1, 1], np.uint8)
+    row = PreparedRow(4, "id", "a:4", ids, mask)
+    assert RowHead.of(row, "all") == RowHead(4, "id", "a:4", 3, 3, None)
+    assert RowHead.of(row, "supervised") == RowHead(4, "id", "a:4", 3, 2, None)
+
+
+def test_success_stays_what_it_was() -> None:
+    store = memory()
+    write_success(store, {"rows": 9})
+    write_success(store, {"rows": 9})
+    write_success(store, {"rows": 10})
+    assert json.loads(store.get(layout.SUCCESS_KEY)) == {"rows": 9}
+
+
+# Any interleaving
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[str, int, bool]]]:
+    """Row lengths (0 is skipped), rows a unit, and what two drivers do: (driver, unit, is the answer lost?)."""
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=12))
+    size = draw(st.integers(1, 4))
+    num_units = len(make_units(make_rows(lengths), size))
+    acts = [(driver, unit) for driver in "ab" for unit in range(num_units)]
+    repeats = draw(st.lists(st.sampled_from(acts), max_size=6)) if acts else []
+    order = draw(st.permutations([*acts, *repeats]))
+    return lengths, size, [(driver, unit, draw(st.booleans())) for driver, unit in order]
+
+
+@settings(max_examples=150, deadline=None)
+@given(history=histories())
+def test_two_drivers_in_any_order_commit_each_unit_once_and_list_each_row_once(
+    history: tuple[list[int], int, list[tuple[str, int, bool]]],
+) -> None:
+    lengths, size, acts = history
+    rows = make_rows(lengths)
+    units = make_units(rows, size)
+    store = memory()
+    winners: dict[str, str] = {}
+    for driver, number, lost in acts:
+        unit = units[number]
+        receipt = make_receipt(unit, driver)
+        won = Ledger(store).commit(receipt)
+        if lost:
+            won = Ledger(store).commit(dataclasses.replace(receipt, seconds={"again": 1.0}))
+        assert won == (winners.setdefault(unit.unit, driver) == driver)
+        assert Ledger(store).committed_units() == set(winners)
+    assert {receipt.unit: receipt.attempt for receipt in Ledger(store).receipts()} == winners
+    _, totals = write_manifest(store, rows, units, Ledger(store).receipts())
+    table = read_manifest(store).to_pylist()
+    assert [row["row"] for row in table] == list(range(len(rows)))
+    assert totals.rows == len(rows) == totals.ok + sum(totals.skipped.values())
+    assert totals.tokens == sum(lengths)
+    for row in table:
+        if row["status"] == "ok":
+            assert row["shard"] == layout.shard_key(row["unit"], winners[row["unit"]], "raw")
+    places = [(row["shard"], row["row_in_shard"]) for row in table if row["status"] == "ok"]
+    assert len(set(places)) == len(places)
+
+
+def test_a_large_manifest_is_written_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_extract.ledger._BATCH_ROWS", 2)
+    ledger = Ledger(memory())
+    commit_all(ledger)
+    _, totals = write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())
+    table = read_manifest(ledger.store)
+    assert isinstance(table, pa.Table)
+    assert dataclasses.replace(count(table), nbytes=totals.nbytes) == totals
+    assert totals.rows == 9

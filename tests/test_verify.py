@@ -1,0 +1,250 @@
+"""verify: a right output passes, and everything that can be altered in one is found and named."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from models import LAYERS, VOCAB, hf_states, tiny_model
+from outputs import make_output, random_states
+
+from ray_extract import layout
+from ray_extract.errors import ConfigError
+from ray_extract.verify import MAX_PROBLEMS, verify
+
+FORMATS = ["raw", "parquet"]
+HIDDEN = 64
+
+
+def snapshot(folder):
+    """Every file's bytes and time."""
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("keep", ["all", "supervised"])
+def test_a_right_output_passes_and_is_not_touched(tmp_path, format, keep):
+    output = make_output(tmp_path, format=format, keep=keep, failed=[4])
+    before = snapshot(tmp_path / "out")
+    report = verify(output.url)
+    assert report.ok and report.problems == []
+    assert (report.rows, report.rows_ok, report.rows_skipped, report.rows_failed) == (6, 4, 1, 1)
+    assert (report.units, report.committed) == (3, 3)
+    assert report.tokens == 5 + 12 + 1 + 7
+    assert report.kept == sum(len(states["state.1"]) for states in output.stored.values())
+    assert report.failed == {"incomplete": 1} and sum(report.skipped.values()) == 1
+    assert report.nbytes == sum(p.stat().st_size for p in (tmp_path / "out" / "shards").iterdir())
+    assert report.lines()[1] == "rows      6 = 4 ok + 1 skipped + 1 failed"
+    assert report.lines()[-1] == "verified: everything agrees"
+    assert snapshot(tmp_path / "out") == before
+
+
+def test_an_output_on_an_object_store_passes(tmp_path):
+    assert verify(make_output(tmp_path, url="memory://verify/out", format="parquet").url).ok
+
+
+def edit_json(path, change):
+    """Change a JSON file in place."""
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+
+
+def flip_state(out, output):
+    shard = next((out / "shards").glob("u00000000.*"))
+    data = bytearray(shard.read_bytes())
+    data[data.index(output.stored[1]["state.3"][:5].tobytes()) + 33] ^= 2
+    shard.write_bytes(data)
+
+
+def unzero_failed(out, output):
+    shard = next((out / "shards").glob("u00000002.*"))
+    data = bytearray(shard.read_bytes())
+    offset = data.index(output.stored[5]["state.final"].tobytes())
+    data[offset - 3] = 1  # row 4, which failed, lies before row 5
+    shard.write_bytes(data)
+
+
+def cut_shard(out, output):
+    shard = next((out / "shards").glob("u00000001.*"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+
+
+def remove_shard(out, output):
+    next((out / "shards").glob("u00000001.*")).unlink()
+
+
+def swap_shards(out, output):
+    first, second = sorted((out / "shards").iterdir())[:2]
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+
+
+def remove_commit(out, output):
+    (out / "commits" / "u00000001.json").unlink()
+
+
+def damage_commit(out, output):
+    (out / "commits" / "u00000001.json").write_text("{")
+
+
+def strange_commit(out, output):
+    edit_json(out / "commits" / "u00000001.json", lambda r: r.update(unit="u00000099"))
+    (out / "commits" / "u00000099.json").write_bytes((out / "commits" / "u00000001.json").read_bytes())
+
+
+def wrong_size(out, output):
+    edit_json(out / "commits" / "u00000000.json", lambda r: r.update(size=r["size"] + 1))
+
+
+def wrong_sha(out, output):
+    edit_json(out / "commits" / "u00000000.json", lambda r: r.update(sha256="0" * 64))
+
+
+def wrong_tokens(out, output):
+    edit_json(out / "commits" / "u00000000.json", lambda r: r.update(tokens=r["tokens"] - 1))
+
+
+def hide_failure(out, output):
+    edit_json(out / "commits" / "u00000002.json", lambda r: r.update(failures=[]))
+
+
+def other_attempt(out, output):
+    edit_json(out / "commits" / "u00000000.json", lambda r: r.update(attempt="zz"))
+
+
+def remove_manifest(out, output):
+    (out / layout.manifest_key(0)).unlink()
+
+
+def edit_manifest(out, output):
+    path = out / layout.manifest_key(0)
+    table = pq.read_table(path)
+    tokens = table.column("n_tokens").to_pylist()
+    tokens[3] += 1
+    at = table.schema.get_field_index("n_tokens")
+    pq.write_table(table.set_column(at, table.schema.field(at), pa.array(tokens, pa.int64())), path)
+
+
+def shorten_manifest(out, output):
+    path = out / layout.manifest_key(0)
+    pq.write_table(pq.read_table(path).slice(0, 5), path)
+
+
+def other_states(out, output):
+    edit_json(out / "run.json", lambda r: r["identity"]["capture"].update(boundaries=[1, 2]))
+
+
+def other_hidden(out, output):
+    edit_json(out / "run.json", lambda r: r["identity"]["capture"].update(hidden=32))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("alter", "found"),
+    [
+        (flip_state, "u00000000.*row 1: state.3 differ from what was captured"),
+        (unzero_failed, "u00000002.*row 4: state.final differ"),
+        (cut_shard, "shards/u00000001"),
+        (remove_shard, "shards/u00000001.*no such shard"),
+        (swap_shards, r"u00000000.*row\[0\] is 3, 0 prepared"),
+        (remove_commit, "1 units have no commit, such as u00000001: the run is not finished; run it again"),
+        (damage_commit, "commits/u00000001.json: not a commit"),
+        (strange_commit, "commits/u00000099.json: the plan has no such unit"),
+        (wrong_size, "u00000000.*bytes: .* expected"),
+        (wrong_sha, "u00000000.*hash of all bytes but the states"),
+        (wrong_tokens, "u00000000.*prompt tokens of the rows that are ok: 17, expected 16"),
+        (hide_failure, "u00000002.*failed rows: {4: 'incomplete'}, expected {}"),
+        (other_attempt, "u00000000.*the commit's key"),
+        (remove_manifest, "no manifest"),
+        (edit_manifest, "manifest: row 3: n_tokens not as in plan and commits"),
+        (shorten_manifest, "manifest: row 5"),
+        (other_states, "u00000002.*states: .*state.3.* expected .*state.2"),
+        (other_hidden, "u00000002.*states: "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_altered_output_does_not_pass_and_the_place_is_named(tmp_path, format, alter, found):
+    output = make_output(tmp_path, format=format, failed=[4])
+    alter(tmp_path / "out", output)
+    report = verify(output.url)
+    assert not report.ok
+    assert any(re.search(found, problem) for problem in report.problems), report.problems
+    assert report.lines()[-1].startswith("NOT verified: ")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_other_ids_or_masks_than_prepared_are_found(tmp_path, format):
+    # The same lengths, so that nothing but the contents differs.
+    output = make_output(tmp_path / "a", format=format, vocab=1000)
+    other = make_output(tmp_path / "b", format=format, vocab=1001)
+    for folder in ("shards", "commits"):
+        for path in (tmp_path / "b" / "out" / folder).iterdir():
+            (tmp_path / "a" / "out" / folder / path.name).write_bytes(path.read_bytes())
+    report = verify(output.url)
+    assert any("input_ids[" in problem and "prepared" in problem for problem in report.problems)
+    assert verify(other.url).ok
+
+
+def test_an_unfinished_run_is_counted_as_far_as_it_is(tmp_path):
+    report = verify(make_output(tmp_path, leave_out=["u00000002"]).url)
+    assert (report.committed, report.units, report.rows_ok) == (2, 3, 3)
+    assert report.problems == [
+        "1 units have no commit, such as u00000002: the run is not finished; run it again",
+    ]
+
+
+def test_many_problems_are_counted_but_not_all_spelled_out(tmp_path):
+    output = make_output(tmp_path, lengths=[4] * (MAX_PROBLEMS + 7), rows_per_unit=1)
+    for shard in (tmp_path / "out" / "shards").iterdir():
+        shard.unlink()
+    report = verify(output.url)
+    assert len(report.problems) == MAX_PROBLEMS < report.problem_count
+    assert any("problems more" in line for line in report.lines())
+
+
+def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"no run\.json, so this is no output of ray_extract"):
+        verify(str(tmp_path))
+    with pytest.raises(ConfigError, match="--recompute needs the checkpoint"):
+        verify(str(tmp_path), recompute=2)
+
+
+def model_states(folder):
+    """The states that Transformers computes, in fp32."""
+
+    def states(name, ids):
+        found = hf_states(folder, ids.tolist())
+        which = name.removeprefix("state.")
+        return found[LAYERS] if which == "final" else found[int(which)]
+
+    return states
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_recomputing_rows_with_transformers(tmp_path, format):
+    model = tiny_model("llama", tmp_path / "models")
+    output = make_output(
+        tmp_path, format=format, dtype="float32", hidden=HIDDEN, vocab=VOCAB, failed=[4], states=model_states(model)
+    )
+    report = verify(output.url, recompute=3, seed=1, model_path=str(model))
+    assert report.ok, report.problems
+    assert report.recomputed == 3
+    assert [error.name for error in report.errors] == ["state.1", "state.3", "state.final"]
+    assert all(error.max < 1e-6 for error in report.errors)
+    assert any("error p50" in line for line in report.lines())
+    everything = verify(output.url, recompute=1000, model_path=str(model))
+    assert everything.recomputed == 4
+
+
+def test_made_up_states_do_not_pass_recomputing(tmp_path):
+    model = tiny_model("llama", tmp_path / "models")
+    output = make_output(tmp_path, hidden=HIDDEN, vocab=VOCAB, states=random_states(HIDDEN))
+    assert verify(output.url).ok
+    report = verify(output.url, recompute=2, model_path=str(model))
+    assert [error.ok for error in report.errors] == [False] * 3
+    assert sum("--recompute: state." in problem for problem in report.problems) == 3
+    assert any(np.isfinite(error.p50) and error.p50 > 0.5 for error in report.errors)
