@@ -4,6 +4,7 @@ A job is a YAML file and `key=value` overrides, merged by OmegaConf (so `${oc.en
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -206,28 +207,58 @@ def load_job(path: str | Path | None, overrides: list[str] | tuple[str, ...] = (
     """
     where = str(path) if path else "command line"
     try:
-        base = OmegaConf.load(path) if path else OmegaConf.create({})
-        for item in overrides:
-            if "=" not in item.lstrip("="):
-                raise ConfigError(f"{item!r}: an override looks like section.key=value")
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
-        tree = OmegaConf.to_container(merged, resolve=True)
+        tree: Any = OmegaConf.load(path) if path else OmegaConf.create({})
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]}") from None
-    except ConfigError:
-        raise
+        raise ConfigError(f"{where}: {error.full_key or ''}: a ${{...}} that is not well formed") from None
     except Exception as error:  # the YAML parser's family is not part of OmegaConf's interface
-        raise ConfigError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict):
+        raise ConfigError(f"{where}: not valid YAML: {_yaml_problem(error)}") from None
+    if not OmegaConf.is_dict(tree):
         raise ConfigError(f"{where}: a job is a mapping with the sections {', '.join(Job.model_fields)}")
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{re.split('[=: ]', item)[0]!r}: an override looks like section.key=value")
+        try:
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([item]))
+        except Exception as error:
+            why = "" if _is_secret(key.split(".")) else f": {_yaml_problem(error)}"
+            raise ConfigError(f"{key}: this override cannot be applied{why}") from None
     try:
-        return Job.model_validate(tree)
+        plain = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        # The first line may quote the value.
+        why = "its ${...} cannot be resolved" if _is_secret(key.split(".")) else str(error).splitlines()[0]
+        raise ConfigError(f"{where}: {key}: {why}") from None
+    try:
+        return Job.model_validate(plain)
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_explain(e)}" for e in error.errors())) from None
+        errors = error.errors()
+        lines = dict.fromkeys(f"{where}: {_explain(e)}" for e in errors if not _is_lesser(e, errors))
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _yaml_problem(error: Exception) -> str:
+    """What is wrong and where, without the text around it, which may be a secret."""
+    mark = getattr(error, "problem_mark", None)
+    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return f"{getattr(error, 'problem', None) or str(error).splitlines()[0]}{place}"
+
+
+def _is_secret(loc: list[str]) -> bool:
+    return bool({"storage_options", "env"} & set(loc))
+
+
+def _is_lesser(error: Any, errors: list[Any]) -> bool:
+    """Whether an error is about `eagle3` where another one is about the same field as a list."""
+    last = error["loc"][-1:]
+    return bool(last and str(last[0]).startswith("literal[")) and any(
+        e["loc"][: len(error["loc"]) - 1] == error["loc"][:-1] and e is not error for e in errors
+    )
 
 
 def _explain(error: Any) -> str:
@@ -241,10 +272,14 @@ def _explain(error: Any) -> str:
         close = difflib.get_close_matches(loc[-1], known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
         return f"{name}: no such key; {hint}"
+    if error["type"] == "model_type":
+        return f"{name}: must be a mapping with the keys {', '.join(_known_keys(loc))}"
     message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "tuple_type":
+        message = "must be a list" if len(loc) == len(name.split(".")) else "must be eagle3 or a list of boundaries"
     if not name:
         return message
-    shown = "" if {"storage_options", "env"} & set(loc) else f" = {error['input']!r}"
+    shown = "" if _is_secret(loc) else f" = {error['input']!r}"
     return f"{name}{shown}: {message[0].lower()}{message[1:]}"
 
 

@@ -4,6 +4,7 @@ Workers are Ray actors that Ray never restarts: a method that Ray runs a second 
 itself makes a new actor and leases the unit again under another attempt name.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -47,6 +47,7 @@ _COMMITTERS = 8  # commits under way at once; one is a small PUT
 _WORKER_DEATHS_IN_A_ROW = 3  # workers that may fail to start, one after the other, before the run stops
 _CAPACITY_NOTICE_S = 30.0
 _STOP_TIMEOUT_S = 30.0
+_STOP_STARTING_S = 3.0  # for workers that are not ready: one that waits for capacity never answers
 _RATE_WINDOW_S = 60.0  # a forward pass on a CPU takes longer than a progress line is apart
 _LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
 
@@ -104,6 +105,7 @@ class Driver:
         self._job, self._setup, self._ledger = job, setup, ledger
         self._leases = Leases(todo, job.run.max_attempts)
         self._nonce = secrets.token_hex(4)
+        self._engines = min(job.engine.count, max(1, len(todo)))
         self._actors: list[_Actor] = []
         self._commits: dict[Future[bool], tuple[Lease, Receipt]] = {}
         self._committer = ThreadPoolExecutor(_COMMITTERS, thread_name_prefix="commit")
@@ -111,7 +113,6 @@ class Driver:
         self._drain_since = 0.0
         self._failure: RayExtractError | None = None
         self._dead_starts = 0
-        self._replaced = 0
         self._gone_tokens = 0  # captured by workers that are gone
         self._gone_starts = 0
         self._total_units, self._total_tokens = total_units, total_tokens
@@ -134,8 +135,7 @@ class Driver:
         state = "failed"
         try:
             with self._signals():
-                count = min(self._job.engine.count, max(1, self._leases.total))
-                self._actors = [self._new_actor() for _ in range(count)]
+                self._actors = [self._new_actor() for _ in range(self._engines)]
                 while not self._over():
                     self._step()
             state = "done" if not self._drain.is_set() else "drained"
@@ -274,13 +274,15 @@ class Driver:
         logger.warning("a worker is replaced: %s", reason)
         for lease in actor.leases.values():
             self._again(lease, reason)
-        self._gone_tokens += actor.counters.get("tokens_captured", 0)
-        self._gone_starts += actor.counters.get("engine_starts", 1)
-        self._replaced += 1
-        ray.kill(actor.handle)
-        self._actors.remove(actor)
+        self._forget(actor)
         if self._failure is None and not self._drain.is_set():
             self._actors.append(self._new_actor())
+
+    def _forget(self, actor: _Actor) -> None:
+        self._gone_tokens += actor.counters.get("tokens_captured", 0)
+        self._gone_starts += actor.counters.get("engine_starts", 1)
+        ray.kill(actor.handle)
+        self._actors.remove(actor)
 
     def _new_actor(self) -> _Actor:
         job = self._job
@@ -359,9 +361,9 @@ class Driver:
             tokens_committed=self._before_tokens + self._committed_tokens,
             tokens_captured=self._captured(),
             bytes_committed=self._committed_bytes,
-            engines=len(self._actors),
+            engines=self._engines,
             engines_ready=sum(a.ready for a in self._actors),
-            restarts=max(0, starts - len(self._actors)),
+            restarts=max(0, starts - self._engines),
             arena_used=sum(a.counters.get("arena_used", 0) for a in self._actors),
             arena_bytes=self._setup.extractor.arena_bytes * len(self._actors),
             elapsed_s=round(time.monotonic() - self._first_ready, 1) if self._first_ready else 0.0,
@@ -377,14 +379,20 @@ class Driver:
             logger.warning("progress could not be written: %s", error)
 
     def _stop_workers(self) -> None:
-        stops = [a.handle.stop.remote() for a in self._actors]
+        stops = {actor.handle.stop.remote(): actor for actor in self._actors}
+        ready = [ref for ref, actor in stops.items() if actor.ready]
+        if ready:
+            ray.wait(ready, num_returns=len(ready), timeout=_STOP_TIMEOUT_S)
         if stops:
-            ray.wait(stops, num_returns=len(stops), timeout=_STOP_TIMEOUT_S)
-        for actor in self._actors:
-            ray.kill(actor.handle)
-        self._actors = []
+            done, _ = ray.wait(list(stops), num_returns=len(stops), timeout=_STOP_STARTING_S)
+            for ref in done:
+                # One that died has left the counters of its last poll.
+                with contextlib.suppress(RayExtractError, ray.exceptions.RayError):
+                    stops[ref].counters = ray.get(ref)
+        for actor in list(self._actors):
+            self._forget(actor)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """The first SIGTERM or SIGINT drains, the second one ends at once."""
 

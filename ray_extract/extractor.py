@@ -107,6 +107,44 @@ class Clock:
         self._last = now
 
 
+class Flights:
+    """Who may have rows in the engine: many threads together, or one alone. Who waits to be alone goes first."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._together = 0
+        self._waiting = 0
+        self._alone = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Rows beside those of other threads."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not self._waiting)
+            self._together += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._together -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Rows of this thread and nothing else."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._alone and not self._together)
+            self._waiting -= 1
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._changed.notify_all()
+
+
 class Extractor:
     """Owns an arena and an engine.
 
@@ -123,6 +161,7 @@ class Extractor:
         self._counters = Counters()
         self._stopping = threading.Event()
         self._engine_lock = threading.Lock()
+        self._flights = Flights()
         self._arena: Arena | None = None
         self._guard: Guard | None = None
         self._engine: EngineProcess | None = None
@@ -224,48 +263,72 @@ class Extractor:
             del self._live[extent.slot]
 
     def _send_rows(self, extent: Extent, layout: ImageLayout, table: RowTable) -> dict[int, RowFailure]:
-        assert self._arena is not None
         failures: dict[int, RowFailure] = {}
-        deaths = [0] * len(table)
-        todo = list(range(len(table)))
-        while todo:
-            with self._engine_lock:
-                info = self._ensure_engine()
-                engine = self._engine
-            assert engine is not None
-            sent: dict[int, Future[Answer]] = {}
-            ranks = route(np.diff(table.cu_seqlens)[todo].tolist(), info.dp_size)
-            for row, rank in zip(todo, ranks, strict=True):
-                length = int(table.cu_seqlens[row + 1] - table.cu_seqlens[row])
-                if length > info.max_input_tokens:
-                    reason = f"{length} tokens; this engine runs at most {info.max_input_tokens}"
-                    failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, reason)
-                    continue
-                rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, deaths[row])
-                offset = extent.offset + layout.tensors["input_ids"].offset + 4 * int(table.cu_seqlens[row])
-                sent[row] = engine.submit(str(rid), offset, length, rank)
-            todo = []
-            for row, future in sent.items():
-                try:
-                    answer = future.result()
-                except EngineDied as error:
-                    deaths[row] += 1
-                    if self._stopping.is_set():
-                        raise
-                    if deaths[row] >= self._job.run.max_engine_deaths:
-                        reason = f"the engine died {deaths[row]} times with this row in flight: {error}"
-                        failures[row] = RowFailure(int(table.row[row]), RowStatus.ENGINE_DIED, reason)
-                    else:
-                        todo.append(row)
-                    continue
-                if not answer.ok:
-                    failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, answer.reason)
+        most = self._job.run.max_engine_deaths
+        todo: dict[int, EngineDied | None] = dict.fromkeys(range(len(table)))
+        for deaths in range(max(1, most - 1)):
             if todo:
-                with self._engine_lock:
-                    self._reap(engine)
-                for row in todo:
-                    self._arena.reset_row(extent, row)
+                with self._flights.together():
+                    todo = dict(self._send(extent, layout, table, list(todo), deaths, failures))
+        for row, death in todo.items():
+            last: EngineDied | None = death
+            if most > 1:
+                # The next death is a row's last. Any of these may be the one that kills engines, so each goes alone:
+                # it costs the rows that happened to be in flight a round trip each, and not their states.
+                with self._flights.alone():
+                    last = self._send(extent, layout, table, [row], most - 1, failures).get(row)
+            if last is not None:
+                reason = f"the engine died {most} times with this row in flight: {last}"
+                failures[row] = RowFailure(int(table.row[row]), RowStatus.ENGINE_DIED, reason)
         return failures
+
+    def _send(
+        self,
+        extent: Extent,
+        layout: ImageLayout,
+        table: RowTable,
+        rows: Sequence[int],
+        deaths: int,
+        failures: dict[int, RowFailure],
+    ) -> dict[int, EngineDied]:
+        """Send rows at once and wait for their answers, which may add to `failures`.
+
+        Returns:
+            The rows that were in flight when the engine died, ready to be sent again.
+        """
+        assert self._arena is not None
+        with self._engine_lock:
+            info = self._ensure_engine()
+            engine = self._engine
+        assert engine is not None
+        sent: dict[int, Future[Answer]] = {}
+        ranks = route(np.diff(table.cu_seqlens)[rows].tolist(), info.dp_size)
+        for row, rank in zip(rows, ranks, strict=True):
+            length = int(table.cu_seqlens[row + 1] - table.cu_seqlens[row])
+            if length > info.max_input_tokens:
+                reason = f"{length} tokens; this engine runs at most {info.max_input_tokens}"
+                failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, reason)
+                continue
+            rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, deaths)
+            offset = extent.offset + layout.tensors["input_ids"].offset + 4 * int(table.cu_seqlens[row])
+            sent[row] = engine.submit(str(rid), offset, length, rank)
+        lost: dict[int, EngineDied] = {}
+        for row, future in sent.items():
+            try:
+                answer = future.result()
+            except EngineDied as error:
+                if self._stopping.is_set():
+                    raise
+                lost[row] = error
+                continue
+            if not answer.ok:
+                failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, answer.reason)
+        if lost:
+            with self._engine_lock:
+                self._reap(engine)
+            for row in lost:
+                self._arena.reset_row(extent, row)
+        return lost
 
     def _open(self, extent: Extent, layout: ImageLayout, table: RowTable) -> None:
         assert self._arena is not None

@@ -18,7 +18,7 @@ SHM_PREFIX = "ray_extract-"
 EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
 
 _MANIFEST = re.compile(r"^manifest-(\d{6})\.parquet$")
-_RID = re.compile(r"^rx1\.([0-9a-z]+)\.(\d{4})\.(\d{6,})\.(\d{8})\.(\d{2})\.$")
+_RID = re.compile(r"rx1\.([0-9a-z]+)\.([0-9]{4})\.([0-9]{6,})\.([0-9]{8})\.([0-9]{2})\.")
 
 
 def rows_key(part: int) -> str:
@@ -81,7 +81,7 @@ def extent_prefix(nonce: str, slot: int, generation: int) -> str:
 
 def parse_rid(rid: str) -> RequestId | None:
     """Parse a request id; None for ids that are not ours (warm-up, health checks, other clients)."""
-    match = _RID.match(rid)
+    match = _RID.fullmatch(rid)
     if match is None:
         return None
     nonce, slot, generation, row, attempt = match.groups()

@@ -22,7 +22,8 @@ from ray_extract.config import Job, load_job
 from ray_extract.dataset.chat import template_fingerprint
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.dataset.source import source_fingerprint
-from ray_extract.errors import ConfigError, RayExtractError
+from ray_extract.engine.sglang import server_args
+from ray_extract.errors import ConfigError, Drained, RayExtractError
 from ray_extract.ledger import Ledger, RowHead, Totals, run_identity, write_manifest, write_success
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, show_bytes
@@ -95,6 +96,8 @@ def prepare_run(job: Job) -> Prepared:
     """
     shape = describe_model(job.model)
     job = _absolute(job, shape)
+    if job.engine.kind == "sglang":
+        server_args(job)  # what is refused by name is refused before anything starts
     boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
     store = open_store(job.output.url, job.output.storage_options)
     if not probe_create(store) and not job.output.accept_weak_create:
@@ -257,6 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RayExtractError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("error: ended at once, on request; run the same command again to go on\n")
+        return Drained.exit_code
     sys.stdout.write("\n".join(summary_lines(job, summary)) + "\n")
     return exit_code(job, summary.totals)
 

@@ -60,9 +60,10 @@ class Worker:
         self._info = self._extractor.start()
         return dataclasses.asdict(self._info)
 
-    def stop(self) -> None:
-        """End the engine and give the shared memory back. Units under way fail."""
+    def stop(self) -> dict[str, int]:
+        """End the engine and give the shared memory back; returns the last progress. Units under way fail."""
         self._extractor.stop()
+        return self._extractor.progress()
 
     def progress(self) -> dict[str, int]:
         """See Extractor.progress."""

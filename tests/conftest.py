@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import clusters
 import pytest
 import servers
 
@@ -18,3 +20,13 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for tiny checkpoints, see models.tiny_model."""
     return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """A Ray cluster of one node with 2 CPUs, without a dashboard. Mark the test `ray`, and remove nodes that it adds."""
+    import ray
+
+    with clusters.cluster(num_cpus=2) as cluster:
+        yield cluster
+        ray.shutdown()

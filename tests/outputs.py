@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,7 @@ def make_output(
     folder: Path,
     *,
     url: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     lengths: Sequence[int] = (5, 12, 0, 1, 30, 7),
     format: str = "raw",
     keep: str = "all",
@@ -89,6 +91,7 @@ def make_output(
 
     Args:
         folder: for the input, and for the output if no `url` is given.
+        storage_options: of the output.
         lengths: prompt tokens of the rows; a row of 0 is skipped as unusable.
         failed: rows that failed, by index.
         finish: write the manifest too.
@@ -114,7 +117,7 @@ def make_output(
     )
     shape = ModelShape("made-up", "LlamaForCausalLM", "llama", 8, hidden, dtype, 4096, vocab, "0" * 64)
     columns = state_columns(BOUNDARIES, True, TORCH_TO_CODE[dtype], hidden)
-    store = open_store(url)
+    store = open_store(url, storage_options or {})
     ledger = Ledger(store)
     ledger.claim(run_identity(job, shape, BOUNDARIES, [{"path": "rows.jsonl"}], ""), {"ray_extract": "test"})
     index, units = load_or_make_plan(store, job, shape, sum(c.token_bytes for c in columns))

@@ -47,10 +47,18 @@ class Rig:
         cache: where tiny checkpoints are made.
         engine: fields of the job's engine section.
         env: of the engine's processes.
+        stored_dtype: what the plan stores.
     """
 
     def __init__(
-        self, family: str, cache: Path, *, env: dict[str, str] | None = None, args: Any = None, **engine: Any
+        self,
+        family: str,
+        cache: Path,
+        *,
+        env: dict[str, str] | None = None,
+        args: Any = None,
+        stored_dtype: str = "F32",
+        **engine: Any,
     ) -> None:
         self.model = models.tiny_model(family, cache)
         threads = {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
@@ -73,7 +81,7 @@ class Rig:
         setup = ExtractorSetup(
             job=job.model_dump(mode="json"),
             boundaries=BOUNDARIES,
-            dtype="F32",
+            dtype=stored_dtype,
             hidden=models.HIDDEN,
             vocab_size=models.VOCAB,
             arena_bytes=64 << 20,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from ray_extract.config import Job, load_job
 from ray_extract.engine.simulated import simulated_states
@@ -127,7 +126,7 @@ def make_work(
         "run": {"address": address, "progress_s": 0.5, **(run or {})},
     }
     config = folder / "job.yaml"
-    config.write_text(yaml.safe_dump(tree))
+    config.write_text(json.dumps(tree))  # YAML reads JSON
     return Work(folder, config, listed, url, options, mark)
 
 

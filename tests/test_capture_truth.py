@@ -170,9 +170,14 @@ def test_two_tensor_parallel_ranks_equal_hugging_face(checkpoints: Path) -> None
 
 
 def test_two_data_parallel_ranks_write_one_image(checkpoints: Path) -> None:
-    with rig("llama", checkpoints, dp_size=2) as made:
+    with rig("llama", checkpoints, dp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as made:
         assert_true(made, UNEQUAL)
         assert_true(made, UNEQUAL * 4, seed=1)
+
+
+def test_an_engine_that_runs_in_another_type_is_refused_with_the_reason(checkpoints: Path) -> None:
+    with pytest.raises(CaptureRefused, match="the engine runs in torch.float32, the plan stores BF16"):
+        Rig("llama", checkpoints, stored_dtype="BF16")
 
 
 def test_an_engine_without_the_plugin_serves_nothing(checkpoints: Path) -> None:

@@ -7,11 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from models import LAYERS, VOCAB, hf_states, tiny_model
-from outputs import make_output, random_states
+from outputs import NAMES, make_output, random_states
 
 from ray_extract import layout
 from ray_extract.errors import ConfigError
+from ray_extract.readers.dataset import HiddenStates
 from ray_extract.verify import MAX_PROBLEMS, verify
 
 FORMATS = ["raw", "parquet"]
@@ -45,6 +47,21 @@ def test_an_output_on_an_object_store_passes(tmp_path):
     assert verify(make_output(tmp_path, url="memory://verify/out", format="parquet").url).ok
 
 
+@pytest.mark.s3
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_output_on_s3_passes_and_reads_back_equal(tmp_path, s3, format):
+    output = make_output(
+        tmp_path, url=f"{s3.url}/verify-{format}", storage_options=s3.storage_options, format=format, failed=[4]
+    )
+    report = verify(output.url, s3.storage_options)
+    assert report.ok, report.problems
+    assert report.rows_ok == 4
+    data = HiddenStates(output.url, check=True, storage_options=s3.storage_options)
+    for item in data:
+        for name in NAMES:
+            assert item[name].view(torch.uint8).numpy().tobytes() == output.stored[item["row"]][name].tobytes()
+
+
 def edit_json(path, change):
     """Change a JSON file in place."""
     record = json.loads(path.read_text())
@@ -60,10 +77,9 @@ def flip_state(out, output):
 
 
 def unzero_failed(out, output):
-    shard = next((out / "shards").glob("u00000002.*"))
+    shard = next((out / "shards").glob("u00000001.*"))
     data = bytearray(shard.read_bytes())
-    offset = data.index(output.stored[5]["state.final"].tobytes())
-    data[offset - 3] = 1  # row 4, which failed, lies before row 5
+    data[data.rindex(bytes(10 * 32)) + 5] = 1  # within the last ten tokens of row 4, the only zeros of this length
     shard.write_bytes(data)
 
 
@@ -109,7 +125,7 @@ def wrong_tokens(out, output):
 
 
 def hide_failure(out, output):
-    edit_json(out / "commits" / "u00000002.json", lambda r: r.update(failures=[]))
+    edit_json(out / "commits" / "u00000001.json", lambda r: r.update(failures=[]))
 
 
 def other_attempt(out, output):
@@ -147,7 +163,7 @@ def other_hidden(out, output):
     ("alter", "found"),
     [
         (flip_state, "u00000000.*row 1: state.3 differ from what was captured"),
-        (unzero_failed, "u00000002.*row 4: state.final differ"),
+        (unzero_failed, "u00000001.*row 4: state.final differ"),
         (cut_shard, "shards/u00000001"),
         (remove_shard, "shards/u00000001.*no such shard"),
         (swap_shards, r"u00000000.*row\[0\] is 3, 0 prepared"),
@@ -157,7 +173,7 @@ def other_hidden(out, output):
         (wrong_size, "u00000000.*bytes: .* expected"),
         (wrong_sha, "u00000000.*hash of all bytes but the states"),
         (wrong_tokens, "u00000000.*prompt tokens of the rows that are ok: 17, expected 16"),
-        (hide_failure, "u00000002.*failed rows: {4: 'incomplete'}, expected {}"),
+        (hide_failure, "u00000001.*failed rows: {4: 'incomplete'}, expected {}"),
         (other_attempt, "u00000000.*the commit's key"),
         (remove_manifest, "no manifest"),
         (edit_manifest, "manifest: row 3: n_tokens not as in plan and commits"),
@@ -191,7 +207,7 @@ def test_other_ids_or_masks_than_prepared_are_found(tmp_path, format):
 
 def test_an_unfinished_run_is_counted_as_far_as_it_is(tmp_path):
     report = verify(make_output(tmp_path, leave_out=["u00000002"]).url)
-    assert (report.committed, report.units, report.rows_ok) == (2, 3, 3)
+    assert (report.committed, report.units, report.rows_ok) == (2, 3, 4)
     assert report.problems == [
         "1 units have no commit, such as u00000002: the run is not finished; run it again",
     ]

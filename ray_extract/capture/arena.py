@@ -387,9 +387,8 @@ def _leftovers(root: Path) -> Iterator[Path]:
             except OSError:
                 continue
             else:
-                # A maker opens its lock a moment before it holds it; only in a folder that has its final name is a
-                # free lock proof of death.
-                if not folder.name.startswith(".") or _is_old(folder):
+                # A maker opens the lock a moment before it holds it, and writes the spec after that.
+                if (folder / "spec.json").exists() or _is_old(folder):
                     yield folder
             finally:
                 os.close(fd)

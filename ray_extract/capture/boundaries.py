@@ -97,7 +97,9 @@ def set_boundaries(model: Any, boundaries: tuple[int, ...]) -> tuple[int, ...]:
     """Make an SGLang model hand these boundaries to its logits processor, and read back what it will do.
 
     The setters of SGLang's models disagree on what an id means (most add one; DeepSeek adds one only if the first id
-    is 1), so the first call only finds the shift, and the result is what `layers_to_capture` says after the second.
+    is 1). So the first call finds the shift, and the result is what `layers_to_capture` says after the second. The
+    first call assumes that the setter adds one: the other way round, boundary N-1 is past the end of the layers of
+    the models whose setters flag layers.
 
     Args:
         model: the `model` of an SGLang ModelRunner.
@@ -119,7 +121,7 @@ def set_boundaries(model: Any, boundaries: tuple[int, ...]) -> tuple[int, ...]:
         )
     got: tuple[int, ...] = ()
     for setter in setters:
-        ids = list(boundaries)
+        ids = [b - 1 for b in boundaries]
         for _ in range(2):
             _clear_flags(model)
             setter(ids)

@@ -24,12 +24,6 @@ def map_states(arena: AttachedArena) -> torch.Tensor:
     return torch.frombuffer(arena.data, dtype=TORCH_DTYPES[arena.spec.dtype])
 
 
-def _check_states(states: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    for state in states:
-        if state.dtype is not dtype:
-            raise TypeError(f"a state of {state.dtype}; the arena holds {dtype}")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Done:
     sums: Sums
@@ -44,13 +38,13 @@ class CpuCopier:
     def __init__(self, arena: AttachedArena) -> None:
         self._hidden = arena.spec.hidden
         self._data = map_states(arena)
+        self.dtype = self._data.dtype
 
     def issue(
         self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> Ticket:
         """See writer.Copier."""
         hidden, itemsize = self._hidden, self._data.element_size()
-        _check_states(states, self._data.dtype)
         for run in work.runs:
             for k, state in enumerate(states):
                 at = int(bases[run.slot, k]) // itemsize + run.target * hidden
@@ -104,6 +98,7 @@ class CudaCopier:
 
         self._hidden = arena.spec.hidden
         self._data = map_states(arena)
+        self.dtype = self._data.dtype
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ring = [SumsBuffer(device, max_tokens, arena.spec.num_states) for _ in range(depth)]
@@ -140,22 +135,26 @@ class CudaCopier:
         self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> Ticket:
         """See writer.Copier."""
-        _check_states(states, self._data.dtype)
         hidden, itemsize = self._hidden, self._data.element_size()
         buffer = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
         buffer.acquire()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            buffer.launch(work, input_ids, states)
-            for run in work.runs:
-                for k, state in enumerate(states):
-                    at = int(bases[run.slot, k]) // itemsize + run.target * hidden
-                    target = self._data[at : at + run.count * hidden].view(run.count, hidden)
-                    target.copy_(state[run.source : run.source + run.count], non_blocking=True)
-            for tensor in (*states, input_ids):
-                tensor.record_stream(self._stream)
-            buffer.record()
+        try:
+            with torch.cuda.stream(self._stream):
+                buffer.launch(work, input_ids, states)
+                for run in work.runs:
+                    for k, state in enumerate(states):
+                        at = int(bases[run.slot, k]) // itemsize + run.target * hidden
+                        target = self._data[at : at + run.count * hidden].view(run.count, hidden)
+                        target.copy_(state[run.source : run.source + run.count], non_blocking=True)
+                for tensor in (*states, input_ids):
+                    tensor.record_stream(self._stream)
+                buffer.record()
+        except BaseException:
+            # The caller unpins the extents; a copy that is under way may not outlive that.
+            self._stream.synchronize()
+            raise
         return buffer
 
 

@@ -138,6 +138,10 @@ class Ticket(Protocol):
 class Copier(Protocol):
     """How states leave the device; see copier.py."""
 
+    @property
+    def dtype(self) -> Any:
+        """Type of the states that it takes."""
+
     def issue(self, work: Work, bases: npt.NDArray[np.uint64], input_ids: Any, states: Sequence[Any]) -> Ticket:
         """Start the copies and digests of `work`.
 
@@ -145,6 +149,9 @@ class Copier(Protocol):
             bases: u64 [slots, K], byte offsets of the states in the arena.
             input_ids: tensor [>= num_tokens], the ids that the model ran.
             states: K tensors [>= num_tokens, hidden].
+
+        Raises:
+            Exception: any; then no copy is under way any more.
         """
 
 
@@ -221,7 +228,8 @@ class Writer:
         spec = self.arena.spec
         fault = Fault.NONE
         if len(states) != spec.num_states or any(
-            s.dim() != 2 or s.shape[0] < work.num_tokens or s.shape[1] != spec.hidden for s in states
+            s.dim() != 2 or s.shape[0] < work.num_tokens or s.shape[1] != spec.hidden or s.dtype != self._copier.dtype
+            for s in states
         ):
             fault = Fault.WRONG_STATES
         else:
@@ -329,7 +337,8 @@ class Writer:
 
     def _pin(self, request: RequestId) -> bool:
         control, slot, generation = self.arena.control, request.slot, request.generation
-        if slot >= self.arena.spec.slots or int(control.generation[slot]) != generation:
+        # An even generation is a free slot's; no request that we sent names one.
+        if generation % 2 == 0 or slot >= self.arena.spec.slots or int(control.generation[slot]) != generation:
             return False
         live = self._live.get(slot)
         if live is not None and live.generation == generation and live.pins:

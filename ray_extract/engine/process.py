@@ -18,11 +18,12 @@ from typing import Any
 import ray_extract.errors
 from ray_extract.capture.guard import Guard
 from ray_extract.engine.base import Answer, EngineInfo
-from ray_extract.errors import EngineDied, EngineError
+from ray_extract.errors import CaptureRefused, EngineDied, EngineError
 
 logger = logging.getLogger(__name__)
 
 _LOG_TAIL_LINES = 25
+HOST_COMMAND = (sys.executable, "-m", "ray_extract.engine.host")
 
 
 class EngineProcess:
@@ -34,9 +35,19 @@ class EngineProcess:
         env: environment variables beside the worker's own.
         log_dir: where the engine's output goes, one file an engine process.
         guard: told of what would be left behind if this process were killed.
+        command: what to run as the host.
     """
 
-    def __init__(self, job: dict[str, Any], folder: Path, env: dict[str, str], log_dir: Path, guard: Guard) -> None:
+    def __init__(
+        self,
+        job: dict[str, Any],
+        folder: Path,
+        env: dict[str, str],
+        log_dir: Path,
+        guard: Guard,
+        command: Sequence[str] = HOST_COMMAND,
+    ) -> None:
+        self._command = list(command)
         self._job, self._folder, self._env, self._guard = job, folder, env, guard
         log_dir.mkdir(parents=True, exist_ok=True)
         fd, name = tempfile.mkstemp(prefix=f"engine-{folder.name}-", suffix=".log", dir=log_dir)
@@ -100,9 +111,9 @@ class EngineProcess:
 
     def kill(self) -> None:
         """End the host and everything below it; returns when no process of its session is left."""
-        assert self._process is not None
         if self._gone.is_set():
             return
+        assert self._process is not None
         self._shm_files |= mapped_shm_files(self._process.pid, self._folder)
         kill_session(self._process.pid)
         self._gone.wait()
@@ -122,7 +133,7 @@ class EngineProcess:
     def _run(self) -> None:
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ray_extract.engine.host"],
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log_fd,
@@ -131,6 +142,10 @@ class EngineProcess:
                 env={**os.environ, **self._env},
             )
             self._guard.watch_group(self._process.pid)
+        except (OSError, ValueError) as error:  # ValueError: a name in engine.env that no variable can have
+            self._gone.set()
+            self._ready.set_exception(EngineError(f"the engine host could not be started: {error}"))
+            return
         finally:
             os.close(self._log_fd)
             self._started.set()
@@ -150,7 +165,7 @@ class EngineProcess:
         for future in pending:
             future.set_exception(EngineDied(f"the engine host ended with exit code {code}"))
         if not self._ready.done():
-            self._ready.set_exception(self._start_error(code))
+            self._ready.set_exception(self._start_error("EngineError", f"exit code {code}"))
 
     def _receive(self, message: dict[str, Any]) -> None:
         event = message.pop("event")
@@ -166,17 +181,19 @@ class EngineProcess:
                 self._guard.watch_file(path)
             self._ready.set_result(EngineInfo(**message))
         else:
-            kind: Callable[[str], Exception] = getattr(ray_extract.errors, message["error"], EngineError)
-            self._ready.set_exception(kind(message["reason"]))
+            self._ready.set_exception(self._start_error(message["error"], message["reason"]))
 
-    def _start_error(self, code: int) -> Exception:
+    def _start_error(self, name: str, reason: str) -> Exception:
+        """What a failed start is. A plugin that refuses leaves a record, of which SGLang's own error says nothing."""
         from ray_extract.engine.sglang import failure_reason
 
-        reason = failure_reason(self._folder)
-        if reason is not None and reason.startswith("CaptureRefused: "):
-            return ray_extract.errors.CaptureRefused(reason.removeprefix("CaptureRefused: "))
-        detail = f": {reason}" if reason else ""
-        return EngineError(f"the engine ended while starting, exit code {code}{detail}\n{self.log_tail()}")
+        left = failure_reason(self._folder)
+        if left is not None and left.startswith("CaptureRefused: "):
+            return CaptureRefused(left.removeprefix("CaptureRefused: "))
+        kind: Callable[[str], Exception] = getattr(ray_extract.errors, name, EngineError)
+        if kind is not EngineError:
+            return kind(reason)
+        return EngineError(f"the engine ended while starting: {left or reason}\n{self.log_tail()}")
 
 
 def session_pids(session: int) -> list[int]:

@@ -52,10 +52,19 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enable_session_radix_cache": (_off, "positions found in the cache are never computed"),
     "speculative_algorithm": (_off, "draft verification runs tokens that are not of the prompt"),
     "disable_cuda_graph": (bool, "a replayed graph's states lie in buffers that the next replay overwrites"),
+    # these two win over disable_cuda_graph
+    "cuda_graph_backend_prefill": (
+        lambda v: v in (None, "disabled"),
+        "a replayed graph's states lie in buffers that the next replay overwrites",
+    ),
+    "cuda_graph_config": (_off, "a replayed graph's states lie in buffers that the next replay overwrites"),
     "pp_size": (_at_most_one, "only the last pipeline stage sees the states"),
     "nnodes": (_at_most_one, "an engine must lie on one node, where its arena is"),
     "attn_cp_size": (_at_most_one, "context parallelism does not gather the captured states"),
     "dcp_size": (_at_most_one, "context parallelism does not gather the captured states"),
+    "enable_prefill_cp": (_off, "context parallelism does not gather the captured states"),
+    "enable_attn_tp_input_scattered": (_off, "each rank would hold a part of the tokens' states"),
+    "enable_layernorm_sp": (_off, "each rank would hold a part of the tokens' states"),
     "enable_two_batch_overlap": (_off, "layers run in two halves hand over no states"),
     "enable_pdmux": (_off, "split prefill is not captured"),
     "dllm_algorithm": (_off, "block diffusion has no prompt positions"),
@@ -120,21 +129,34 @@ class SGLangEngine:
     async def start(self, folder: Path) -> EngineInfo:
         """See base.Engine. Blocks the event loop, which SGLang needs for itself while it starts."""
         os.environ[CAPTURE_ENV] = str(folder)
+        _check_entry_point()
+        info = self.build()
+        await _handshake(folder, self._job.engine.start_timeout_s)
+        return info
+
+    def build(self) -> EngineInfo:
+        """Build the engine, whatever its plugins.
+
+        Raises:
+            ConfigError: an argument that this SGLang does not have, or that would break capture.
+            CaptureRefused: an untested SGLang.
+            EngineError: SGLang cannot be imported.
+        """
         args = server_args(self._job)
+        if self._job.engine.device == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang asks for it beside device="cpu"
         try:
             import sglang
             from sglang.srt.server_args import ServerArgs
         except ImportError as error:
             raise EngineError(f"sglang cannot be imported: {error}") from error
         compat.check_version(sglang.__version__, self._job.engine.allow_untested_sglang)
-        _check_entry_point()
         known = set(inspect.signature(ServerArgs).parameters)
         unknown = sorted(set(self._job.engine.args) - known)
         if unknown:
             raise ConfigError(f"engine.args.{unknown[0]}: sglang {sglang.__version__} has no such argument")
         self._engine = sglang.Engine(**{name: value for name, value in args.items() if name in known})
         self._routes = self._job.engine.dp_size > 1
-        await _handshake(folder, self._job.engine.start_timeout_s)
         return EngineInfo(
             version=f"sglang {sglang.__version__}",
             # One less than SGLang's bound, which it compares with >=.

@@ -1,0 +1,204 @@
+"""What capture costs: prefill with every state captured, digested and measured, over bare prefill of the same rows.
+
+    python benchmarks/capture.py [--cases qwen3-8b,short-rows,deepseek-7168,long-row] [--pairs 5]
+
+Two engines stand on one GPU, one without the plugin and one with it, and take turns; the other one idles. Both get the
+same rows through the same pipe. A pair's figure is the ratio of the two rates; the result is the median of the pairs.
+Weights are random. Needs a GPU, 16 GiB of /dev/shm, and SGLang.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from results import Row, write
+from shapes import SHAPES, write_shape
+
+from ray_extract.config import Job
+from ray_extract.engine.process import EngineProcess
+from ray_extract.extractor import Extractor, ExtractorSetup
+from ray_extract.shards.image import RowTable, lay_out, row_table, write_table
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kind of rows on a shape.
+
+    Args:
+        shape: see shapes.SHAPES.
+        rows: how many.
+        shortest, longest: tokens, uniform.
+        goal: least ratio.
+    """
+
+    shape: str
+    rows: int
+    shortest: int
+    longest: int
+    goal: float
+
+
+CASES = {
+    "qwen3-8b": Case("qwen3-8b", 100, 512, 3584, 0.99),
+    "short-rows": Case("qwen3-8b", 3000, 16, 128, 0.97),
+    "deepseek-7168": Case("deepseek-7168", 100, 512, 3584, 0.99),
+    "long-row": Case("deepseek-7168", 1, 131072, 131072, 0.98),
+}
+BOUNDARIES = {"qwen3-8b": (2, 18, 33), "deepseek-7168": (2, 3, 5)}
+KV_TOKENS = 163840
+
+
+class Pair:
+    """A captured and a bare engine of one shape on one GPU."""
+
+    def __init__(self, shape: str, work: Path, arena_bytes: int, engine: dict[str, Any]) -> None:
+        path = write_shape(shape, work)
+        job = Job.model_validate(
+            {
+                "model": {"path": str(path), "load_format": "dummy", "dtype": "bfloat16"},
+                "dataset": {"paths": "none"},
+                "output": {"url": "none"},
+                "capture": {"boundaries": BOUNDARIES[shape], "check": "off"},
+                "engine": {"args": {"max_total_tokens": KV_TOKENS, "mem_fraction_static": 0.85} | engine},
+            }
+        )
+        self.job = job.model_dump(mode="json")
+        config = SHAPES[shape]
+        self.extractor = Extractor(
+            ExtractorSetup(
+                job=self.job,
+                boundaries=BOUNDARIES[shape],
+                dtype="BF16",
+                hidden=config["hidden_size"],
+                vocab_size=config["vocab_size"],
+                arena_bytes=arena_bytes,
+                log_dir=str(work / "logs"),
+            )
+        )
+        self.vocab = config["vocab_size"]
+        started = time.monotonic()
+        print(f"{shape}: {self.extractor.start()}, {time.monotonic() - started:.0f} s", flush=True)
+        arena, guard = self.extractor._arena, self.extractor._guard
+        assert arena is not None and guard is not None
+        self.arena = arena
+        command = [sys.executable, str(HERE / "bare_host.py")]
+        self.bare = EngineProcess(self.job, arena.folder, {}, work / "logs", guard, command)
+        self.bare.wait_ready(600)
+
+    def stop(self) -> None:
+        self.bare.kill()
+        self.extractor.stop()
+
+    def run_bare(self, table: RowTable) -> float:
+        """Seconds for all rows."""
+        layout = lay_out(table, self.extractor.columns, {})
+        extent = self.arena.allocate(layout.nbytes)
+        write_table(layout, table, extent.buffer)
+        base = extent.offset + layout.tensors["input_ids"].offset
+        lengths = np.diff(table.cu_seqlens).tolist()
+        start = time.monotonic()
+        futures = [
+            self.bare.submit(f"bare-{start}-{i}", base + 4 * int(table.cu_seqlens[i]), n) for i, n in enumerate(lengths)
+        ]
+        for future in futures:
+            assert future.result(600).ok
+        seconds = time.monotonic() - start
+        self.arena.free(extent)
+        return seconds
+
+    def run_captured(self, table: RowTable) -> float:
+        """Seconds for all rows, from the first request to the retired extent."""
+        with self.extractor.capture(table, {}) as captured:
+            assert not captured.failures, list(captured.failures.values())[:3]
+            return captured.seconds["extract"]
+
+    def memory(self) -> dict[str, int]:
+        """MiB of GPU memory of the two engines' processes."""
+        text = subprocess.run(
+            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+        found = {}
+        for line in text.splitlines():
+            pid, _, mib = line.partition(",")
+            if mib.strip().isdigit():
+                found[pid.strip()] = int(mib)
+        return found
+
+
+def make_rows(case: Case, vocab: int, seed: int) -> RowTable:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(case.shortest, case.longest + 1, case.rows)
+    ids = [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
+    return row_table(range(case.rows), ids, [np.ones(n, np.uint8) for n in lengths])
+
+
+def measure(name: str, pair: Pair, pairs: int) -> list[Row]:
+    case = CASES[name]
+    table = make_rows(case, pair.vocab, 0)
+    tokens = len(table.input_ids)
+    pair.run_bare(table), pair.run_captured(table)  # kernels are compiled and caches filled
+    before = dict(pair.extractor.progress())
+    ratios, bare, captured = [], [], []
+    for i in range(pairs):
+        order = (pair.run_bare, pair.run_captured) if i % 2 == 0 else (pair.run_captured, pair.run_bare)
+        seconds = {run.__name__: run(table) for run in order}
+        bare.append(tokens / seconds["run_bare"])
+        captured.append(tokens / seconds["run_captured"])
+        ratios.append(captured[-1] / bare[-1])
+        print(f"{name}: bare {bare[-1]:,.0f}, captured {captured[-1]:,.0f} tok/s, {ratios[-1]:.4f}", flush=True)
+    after = pair.extractor.progress()
+    passes = after["passes"] - before["passes"]
+
+    def a_pass(counter: str) -> float:
+        return (after[counter] - before[counter]) / passes
+
+    return [
+        Row(name, "captured/bare", round(statistics.median(ratios), 4), "ratio", case.goal),
+        Row(name, "bare", round(statistics.median(bare)), "tokens/s"),
+        Row(name, "captured", round(statistics.median(captured)), "tokens/s"),
+        Row(name, "hook", round(a_pass("hook_us") / 1000, 3), "ms a forward", None, "lower"),
+        Row(name, "wait", round(a_pass("wait_us") / 1000, 3), "ms a forward", None, "lower"),
+        Row(name, "copies", round(a_pass("copies"), 1), "a forward", None, "lower"),
+        Row(name, "bytes", round(a_pass("bytes_copied") / 2**20, 1), "MiB a forward"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--attention", default="fa3")
+    args = parser.parse_args()
+    names = args.cases.split(",")
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in dict.fromkeys(CASES[n].shape for n in names):
+            pair = Pair(shape, Path(folder), 14 << 30, {"attention_backend": args.attention})
+            try:
+                for name in [n for n in names if CASES[n].shape == shape]:
+                    rows += measure(name, pair, args.pairs)
+                    write("capture", rows)
+            except BaseException:
+                print(pair.extractor._engine and pair.extractor._engine.log_tail(), flush=True)
+                raise
+            finally:
+                print("GPU memory, MiB by process:", pair.memory(), flush=True)
+                pair.stop()
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

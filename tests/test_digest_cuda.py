@@ -1,0 +1,140 @@
+"""The Triton kernels, in Triton's interpreter on the CPU, against the NumPy path. Triton decides when it is imported
+whether it interprets, so the kernels run in a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from ray_extract.capture.arena import Arena, ArenaSpec, AttachedArena
+from ray_extract.capture.copier import CpuCopier
+from ray_extract.capture.rows import kept_pieces, take_segment
+from ray_extract.capture.writer import Entry, Sums, Work
+from ray_extract.shards.image import mask_spans
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+HIDDEN, STATES, TOKENS, MAX_TOKENS = 24, 2, 24, 64
+
+CHILD = """
+import sys
+from pathlib import Path
+import torch
+from ray_extract.capture.digest_cuda import SumsBuffer
+
+folder = Path(sys.argv[1])
+for case in torch.load(folder / "cases.pt", weights_only=False):
+    buffer = SumsBuffer(torch.device("cpu"), case["max_tokens"], len(case["states"]))
+    for _ in range(1 + (case["name"] == "F16-whole")):  # a buffer is used again
+        buffer.acquire()
+        buffer.launch(case["work"], case["ids"], case["states"])
+        buffer.record()
+        sums = buffer.wait()
+    torch.save({name: torch.from_numpy(getattr(sums, name).view(view) if view else getattr(sums, name))
+        for name, view in (("digest", "int64"), ("sumsq", None), ("amax", None), ("nonfinite", None), ("zero", None))},
+        folder / f"{case['name']}.pt")
+"""
+
+
+def states_of(dtype: torch.dtype, hidden: int, packed: bool) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(hidden)
+    values = torch.randn((TOKENS, STATES * hidden), generator=made) * 3
+    values[[2, *range(10, 14)]] = 0
+    values[3, ::2] = -0.0
+    values[5, 0] = float("nan")
+    values[6, 1] = float("inf")
+    values[7, hidden] = float("-inf")
+    values[8] = float("nan")
+    values = values.to(dtype)
+    states = list(torch.split(values, hidden, dim=1))
+    return states if packed else [s.contiguous() for s in states]
+
+
+def work_of(segments: list[tuple[int, int, npt.NDArray[np.uint8]]]) -> Work:
+    """Entries of (prefix, count, loss mask) segments; every token that is not masked is stored."""
+    entries, source = [], 0
+    for row, (prefix, count, mask) in enumerate(segments):
+        take = take_segment(source, prefix, count, len(mask), prefix)
+        source += count
+        if take is not None:
+            pieces = tuple((p.source, p.kept, p.count) for p in kept_pieces(take, mask_spans(mask)))
+            entries.append(Entry(0, 1, row, take.source, take.position, take.count, pieces))
+    return Work(source, entries, [], [])
+
+
+def all_kept(n: int) -> npt.NDArray[np.uint8]:
+    return np.ones(n, np.uint8)
+
+
+def some_kept(n: int, seed: int) -> npt.NDArray[np.uint8]:
+    return (np.random.default_rng(seed).random(n) < 0.5).astype(np.uint8)
+
+
+WORKS = {
+    "whole": work_of([(0, 9, all_kept(9)), (0, 1, all_kept(1)), (0, 14, all_kept(14))]),
+    # a later chunk, a decode row that is not ours, rows of which some or no tokens are stored
+    "spans": work_of(
+        [(100, 9, some_kept(140, 0)), (7, 1, all_kept(7)), (0, 11, some_kept(17, 1)), (3, 3, np.zeros(20, np.uint8))]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("interpreter")
+    torch.save(
+        [
+            {"name": name, "work": work, "ids": ids_of(), "states": states, "max_tokens": MAX_TOKENS}
+            for name, work, states in cases()
+        ],
+        folder / "cases.pt",
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    return folder
+
+
+def ids_of() -> torch.Tensor:
+    ids = torch.randint(0, 1 << 31, (TOKENS,), generator=torch.Generator().manual_seed(7))
+    ids[0], ids[1] = 0, (1 << 31) - 1
+    return ids
+
+
+def cases() -> list[tuple[str, Work, list[torch.Tensor]]]:
+    found = [
+        (f"{code}-{kind}", WORKS[kind], states_of(dtype, HIDDEN, packed=kind == "spans"))
+        for code, dtype in DTYPES.items()
+        for kind in WORKS
+    ]
+    # 4,500 elements of 16 bits are 2,250 words: two blocks, the second one not full
+    return [*found, ("BF16-wide", WORKS["spans"], states_of(torch.bfloat16, 4500, True))]
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case[0])
+def test_the_kernels_equal_the_reference(
+    interpreted: Path, tmp_path: Path, case: tuple[str, Work, list[torch.Tensor]]
+) -> None:
+    name, work, states = case
+    hidden = states[0].shape[1]
+    spec = ArenaSpec("a", 4096, 1, 1, 1, (1, 2), True, name.partition("-")[0], hidden)
+    arena = Arena.create(spec, tmp_path)
+    ids = ids_of()[: work.num_tokens].numpy().astype(np.int32)
+    want: Sums = CpuCopier(AttachedArena(arena.folder))._sums(work, ids, states)
+    got = torch.load(interpreted / f"{name}.pt", weights_only=False)
+    assert np.array_equal(got["digest"].numpy().view(np.uint64), want.digest)
+    assert np.array_equal(got["amax"].numpy(), want.amax)
+    assert np.array_equal(got["nonfinite"].numpy(), want.nonfinite)
+    assert np.array_equal(got["zero"].numpy(), want.zero)
+    np.testing.assert_allclose(got["sumsq"].numpy(), want.sumsq, rtol=1e-5)
+    assert want.nonfinite.any() and want.zero.any()
+    arena.close()
