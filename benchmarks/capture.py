@@ -171,7 +171,7 @@ def measure(name: str, pair: Pair, pairs: int) -> list[Row]:
         Row(name, "hook", round(a_pass("hook_us") / 1000, 3), "ms a forward", None, "lower"),
         Row(name, "wait", round(a_pass("wait_us") / 1000, 3), "ms a forward", None, "lower"),
         Row(name, "copies", round(a_pass("copies"), 1), "a forward", None, "lower"),
-        Row(name, "bytes", round(a_pass("bytes_copied") / 2**20, 1), "MiB a forward"),
+        Row(name, "bytes", round(a_pass("copied_bytes") / 2**20, 1), "MiB a forward"),
     ]
 
 

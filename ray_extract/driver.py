@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray._private.services import canonicalize_bootstrap_address
 
 from ray_extract.config import Job
 from ray_extract.errors import (
@@ -49,6 +51,7 @@ _CAPACITY_NOTICE_S = 30.0
 _STOP_TIMEOUT_S = 30.0
 _STOP_STARTING_S = 3.0  # for workers that are not ready: one that waits for capacity never answers
 _RATE_WINDOW_S = 60.0  # a forward pass on a CPU takes longer than a progress line is apart
+_KNOCK_S = 10.0
 _LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
 
 
@@ -422,18 +425,19 @@ def connect(job: Job) -> None:
     """Connect to the Ray cluster of the job, or to the running one, or start a local one.
 
     Raises:
-        ConfigError: run.address (or RAY_ADDRESS) names a cluster that does not answer.
+        ConfigError: run.address (or RAY_ADDRESS) names no cluster that lets us in.
     """
     if ray.is_initialized():
         return
-    named = job.run.address or os.environ.get("RAY_ADDRESS")
-    try:
-        if named != "local":
-            ray.init(address=named or "auto", logging_level=logging.WARNING)
-            return
-    except ConnectionError as error:
-        if named:
-            raise ConfigError(f"run.address = {named!r}: no Ray cluster there: {_first_line(error)}") from None
+    address = _running_cluster(job.run.address or os.environ.get("RAY_ADDRESS"))
+    if address is not None:
+        try:
+            ray.init(address=address, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+            raise ConfigError(
+                f"run.address = {address!r}: this Ray cluster does not let us in: {_first_line(error)}"
+            ) from None
+        return
     cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
     ray.init(
         address="local",
@@ -442,6 +446,34 @@ def connect(job: Job) -> None:
         object_store_memory=_LOCAL_OBJECT_STORE,
         logging_level=logging.WARNING,
     )
+
+
+def _running_cluster(named: str | None) -> str | None:
+    """host:port of the cluster that is named, or of the running one; None to start a local one.
+
+    Knocks before Ray does: Ray tries an address where nobody listens for five minutes, and then ends the process.
+    """
+    if named == "local":
+        return None
+    if named is not None and "://" in named:
+        raise ConfigError(f"run.address = {named!r}: give host:port of the head node (Ray's own port is 6379)")
+    try:
+        address = canonicalize_bootstrap_address(named or "auto")
+    except (ValueError, OSError):  # a ConnectionError is an OSError: no cluster runs here
+        address = None
+    if address is None:
+        if named is not None:
+            raise ConfigError(f"run.address = {named!r}: no Ray cluster there; give host:port, or local to start one")
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except (OSError, ValueError) as error:
+        if named is not None:
+            raise ConfigError(f"run.address = {named!r}: no Ray cluster answers there: {error}") from None
+        logger.warning("the last Ray cluster of this machine, %s, does not answer; starting a local one", address)
+        return None
+    return str(address)
 
 
 def _first_line(error: BaseException) -> str:

@@ -70,7 +70,7 @@ def test_extents_of_any_sizes_lie_first_fit_apart_and_inside(
                 taken[e.offset // PAGE : -(-(e.offset + e.nbytes) // PAGE)] = True
             fits = [at for at in range(pages - size // PAGE + 1) if not taken[at : at + size // PAGE].any()]
             if size > pages * PAGE:
-                with pytest.raises(ArenaError, match="raise run.arena_bytes"):
+                with pytest.raises(ArenaError, match=r"raise run\.arena_bytes"):
                     arena.allocate(nbytes)
             elif not fits or len(live) == slots:
                 with pytest.raises(ArenaError, match="cancelled"):
@@ -295,14 +295,14 @@ def test_retire_waits_until_a_pinned_writer_is_done(arena: Arena) -> None:
     arena.open(extent, 1, STATES, TABLES)
     writer = AttachedArena(arena.folder).control
     writer.busy[extent.slot, 1] = extent.generation
-    retired = threading.Event()
-    thread = threading.Thread(target=lambda: (arena.retire(extent, ALIVE), retired.set()))
+    thread = threading.Thread(target=arena.retire, args=(extent, ALIVE))
     thread.start()
     wait_for(lambda: int(writer.generation[extent.slot]) == extent.generation + 1)
-    assert not retired.wait(0.1)
+    thread.join(0.1)
+    assert thread.is_alive()
     writer.busy[extent.slot, 1] = 0
-    assert retired.wait(20)
-    thread.join()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_retire_clears_a_dead_writer_from_its_own_slot_only(arena: Arena) -> None:

@@ -65,7 +65,7 @@ def test_a_boundary_that_sglang_cannot_capture_is_refused_with_the_range(boundar
 
 @pytest.mark.parametrize("layers", [1, 4, 6])
 def test_eagle3_needs_three_distinct_layers(layers: int) -> None:
-    with pytest.raises(ConfigError, match="capture.boundaries = eagle3.*list them yourself"):
+    with pytest.raises(ConfigError, match=r"capture\.boundaries = eagle3.*list them yourself"):
         resolve_boundaries("eagle3", layers)
 
 
@@ -99,7 +99,7 @@ def drops_last_after_one(ids: list[int]) -> list[int]:
 
 
 class Layer(torch.nn.Module):
-    _is_layer_to_capture = False
+    _is_layer_to_capture: bool = False
 
 
 class Inner(torch.nn.Module):

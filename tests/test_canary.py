@@ -50,7 +50,7 @@ def test_two_states_that_are_the_same_are_refused() -> None:
 def test_prompts_are_fixed_differ_and_fit_the_model() -> None:
     prompts = canary_prompts(VOCAB, longest=20)
     assert [len(p) for p in prompts] == [20, 1, 20, 20]
-    assert all(p.dtype == np.int32 and 0 <= p.min() and p.max() < VOCAB for p in prompts)
+    assert all(p.dtype == np.int32 and p.min() >= 0 and p.max() < VOCAB for p in prompts)
     assert all(np.array_equal(a, b) for a, b in zip(prompts, canary_prompts(VOCAB, 20), strict=True))
     assert not np.array_equal(prompts[0], prompts[2])
 

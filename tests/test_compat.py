@@ -29,9 +29,7 @@ def find_class(module: str, name: str) -> ast.ClassDef:
 
 def find_method(path: str) -> Function:
     module, cls, method = path.rsplit(".", 2)
-    return next(
-        n for n in find_class(module, cls).body if isinstance(n, Function) and n.name == method
-    )
+    return next(n for n in find_class(module, cls).body if isinstance(n, Function) and n.name == method)
 
 
 @pytest.mark.parametrize("path", compat._SIGNATURES, ids=lambda p: ".".join(p.split(".")[-2:]))

@@ -147,7 +147,8 @@ def test_values_are_taken_from_the_environment_and_other_fields(
 ) -> None:
     monkeypatch.setenv("RAY_EXTRACT_WHERE", "s3://bucket")
     job = load_job(
-        write(tmp_path, GOOD), ["output.url=${oc.env:RAY_EXTRACT_WHERE}/${model.path}", "engine.env.A=${oc.env:NOPE_,x}"]
+        write(tmp_path, GOOD),
+        ["output.url=${oc.env:RAY_EXTRACT_WHERE}/${model.path}", "engine.env.A=${oc.env:NOPE_,x}"],
     )
     assert job.output.url == "s3://bucket/m" and job.engine.env == {"A": "x"}
 
@@ -175,9 +176,7 @@ LEAKS = [
 
 @pytest.mark.parametrize("pure", [False, True], ids=["libyaml", "pure Python YAML"])
 @pytest.mark.parametrize("override", LEAKS)
-def test_no_error_shows_a_secret(
-    tmp_path: Path, override: str, pure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_error_shows_a_secret(tmp_path: Path, override: str, pure: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pure parser quotes the text around a mistake."""
     if pure:
         monkeypatch.setattr("omegaconf._yaml.BaseLoader", yaml.SafeLoader)

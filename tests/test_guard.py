@@ -21,7 +21,8 @@ folder, small, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 guard = Guard(folder)
 groups = []
 for _ in range(2):
-    groups.append(subprocess.Popen(["bash", "-c", "trap '' TERM; sleep 97 & sleep 97 & wait"], start_new_session=True).pid)
+    command = ["bash", "-c", "trap '' TERM; sleep 97 & sleep 97 & wait"]
+    groups.append(subprocess.Popen(command, start_new_session=True).pid)
     guard.watch_group(groups[-1])
 guard.watch_file(small)
 guard.watch_file(small.with_name("never made"))
@@ -93,4 +94,3 @@ def test_a_dismissed_guard_touches_nothing(things: tuple[Path, Path]) -> None:
         time.sleep(0.7)  # when the guard acts, it acts within milliseconds
         assert folder.exists() and small.exists()
         assert all(len(session_pids(group)) == 3 for group in groups)
-

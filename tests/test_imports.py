@@ -147,7 +147,9 @@ def test_the_job_and_the_store_need_no_engine() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_pickled_or_printed(name: str) -> None:
-    assert not {i for i in imports(name) if i.partition(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")}
+    assert not {
+        i for i in imports(name) if i.partition(".")[0] in ("pickle", "cloudpickle", "dill", "shelve", "marshal")
+    }
     called = {n.func.id for n in ast.walk(TREES[name]) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     assert "print" not in called
 

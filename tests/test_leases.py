@@ -17,9 +17,7 @@ def units(count: int) -> list[Unit]:
     max_attempts=st.integers(1, 3),
     steps=st.lists(st.tuples(st.sampled_from(["take", "complete", "give back", "refund"]), st.integers(0, 9))),
 )
-def test_any_interleaving_accounts_for_every_unit(
-    count: int, max_attempts: int, steps: list[tuple[str, int]]
-) -> None:
+def test_any_interleaving_accounts_for_every_unit(count: int, max_attempts: int, steps: list[tuple[str, int]]) -> None:
     leases = Leases(units(count), max_attempts)
     held: list[Lease] = []
     done: list[str] = []

@@ -220,7 +220,7 @@ def test_children_that_outlive_the_host_are_reaped_with_it(arena: Arena, tmp_pat
 def test_a_host_that_dies_while_starting_shows_the_end_of_its_log(arena: Arena, tmp_path: Path) -> None:
     code = "print('line', *range(3), sep='\\n', file=sys.stderr)\nraise SystemExit('no such weights')"
     with engine_process(arena, tmp_path, stub(code)) as engine:
-        with pytest.raises(EngineError, match="(?s)while starting.*exit code 1.*no such weights") as caught:
+        with pytest.raises(EngineError, match=r"(?s)while starting.*exit code 1.*no such weights") as caught:
             engine.wait_ready(20)
         assert str(engine.log) in str(caught.value)
 
@@ -231,7 +231,7 @@ def test_a_plugins_refusal_is_what_a_failed_start_says(arena: Arena, tmp_path: P
     code = f"open({str(record)!r}, 'w').write(json.dumps({{'reason': 'CaptureRefused: no setter'}}))"
     with (
         engine_process(arena, tmp_path, stub(code)) as engine,
-        pytest.raises(CaptureRefused, match="^no setter$"),
+        pytest.raises(CaptureRefused, match=r"^no setter$"),
     ):
         engine.wait_ready(20)
 

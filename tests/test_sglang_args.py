@@ -97,14 +97,13 @@ def test_several_gpus_turn_the_fused_all_reduce_off(device: str, tp_size: int, e
 
 
 def test_fields_of_the_job_reach_the_engine() -> None:
-    job = make_job(tp_size=8, dp_size=2, enable_dp_attention=True, context_length=4096, args={"mem_fraction_static": 0.8})
+    sizes = {"tp_size": 8, "dp_size": 2, "context_length": 4096}
+    job = make_job(**sizes, enable_dp_attention=True, args={"mem_fraction_static": 0.8})
     job = job.model_copy(update={"model": job.model.model_copy(update={"quantization": "fp8", "dtype": "bfloat16"})})
     args = server_args(job)
     for name, value in {
-        "tp_size": 8,
-        "dp_size": 2,
+        **sizes,
         "enable_dp_attention": True,
-        "context_length": 4096,
         "mem_fraction_static": 0.8,
         "quantization": "fp8",
         "dtype": "bfloat16",

@@ -154,7 +154,9 @@ class Model:
             marks.fault, marks.given_up = Fault.OTHER_IDS, True
         marks.known = True
 
-    def segment(self, rids: list[str], prefixes: list[int], counts: list[int], busy: set[tuple[int, int]]) -> list[Token]:
+    def segment(
+        self, rids: list[str], prefixes: list[int], counts: list[int], busy: set[tuple[int, int]]
+    ) -> list[Token]:
         """Draw one segment; returns the tokens that must be taken of it."""
         nonce, source = self.arena.spec.nonce, sum(counts)
         live = self.random.choice(self.open)
@@ -206,9 +208,7 @@ class Model:
         prefixes: list[int] = []
         counts: list[int] = []
         busy: set[tuple[int, int]] = set()
-        tokens = [
-            t for _ in range(self.random.randint(1, 5)) for t in self.segment(rids, prefixes, counts, busy)
-        ]
+        tokens = [t for _ in range(self.random.randint(1, 5)) for t in self.segment(rids, prefixes, counts, busy)]
         work = self.writer.begin(rids, prefixes, counts)
         assert (work is None) == (not tokens)
         if work is None:
@@ -246,7 +246,7 @@ class Model:
         states[odd < 0.1] = 0
         states[odd > 0.95, 1] = float("nan")
         states[(odd > 0.9) & (odd < 0.95), 2] = float("-inf")
-        # Neighbours in one packed tensor, as DeepSeek hands them over: a row of a state is not contiguous with the next.
+        # One packed tensor, as DeepSeek hands it over: the rows of a state are not contiguous.
         packed = states.to(self.copier.dtype).permute(1, 0, 2).reshape(tokens, STATES * HIDDEN)
         return torch.randint(0, 1 << 17, (tokens,), generator=made), list(torch.split(packed, HIDDEN, dim=1))
 
@@ -423,7 +423,9 @@ def run_rows(writer: Writer, live: Live, value: float) -> Work:
 
 
 def all_states(live: Live) -> npt.NDArray[np.float32]:
-    return np.concatenate([live.layout.state_bytes(live.extent.buffer, c).view(np.float32) for c in live.layout.columns])
+    return np.concatenate(
+        [live.layout.state_bytes(live.extent.buffer, c).view(np.float32) for c in live.layout.columns]
+    )
 
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["with the fence", "busy words ignored"])
@@ -479,17 +481,17 @@ def test_a_writer_that_still_copies_pins_its_extent_until_every_pass_is_publishe
         assert work is not None
         writer.issue(work, torch.zeros(4, dtype=torch.int64), [torch.ones(4, HIDDEN)] * STATES)
         works.append(work)
-    retired = threading.Event()
-    owner = threading.Thread(target=lambda: (arena.retire(live.extent, lambda: True), retired.set()))
+    owner = threading.Thread(target=arena.retire, args=(live.extent, lambda: True))
     owner.start()
     while int(arena.control.generation[live.extent.slot]) == live.extent.generation:
         time.sleep(0.001)
     gate.set()
     writer.publish(works[0])
-    assert not retired.wait(0.1)
+    owner.join(0.1)
+    assert owner.is_alive()
     writer.publish(works[1])
-    assert retired.wait(20)
-    owner.join()
+    owner.join(20)
+    assert not owner.is_alive()
     assert not arena.control.covered.any()  # nobody asks any more
     arena.close()
 

@@ -92,28 +92,32 @@ def new_nonce() -> str:
     return secrets.token_hex(6)
 
 
-# name, dtype, shape after [slots]; R = max_rows, K = states, W = writers.
+COUNTERS = ("passes", "tokens", "copies", "copied_bytes", "hook_us", "wait_us")
+
+# name, dtype, shape; S = slots, R = max_rows, K = states, W = writers.
 _FIELDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     # written by the owner, while the slot is free
-    ("generation", np.uint64, ()),
-    ("num_rows", np.uint64, ()),
-    ("state_base", np.uint64, ("K",)),  # byte offsets in `data`
-    ("table_base", np.uint64, ("tables",)),
+    ("generation", np.uint64, ("S",)),
+    ("num_rows", np.uint64, ("S",)),
+    ("state_base", np.uint64, ("S", "K")),  # byte offsets in `data`
+    ("table_base", np.uint64, ("S", "tables")),
     # written by the plugin, while the slot is pinned; reset by the owner while it is free
-    ("busy", np.uint64, ("W",)),
-    ("digest", np.uint64, ("R", "K1")),
-    ("sumsq", np.float64, ("R", "K")),
-    ("amax", np.float32, ("R", "K")),
-    ("nonfinite", np.int32, ("R", "K")),
-    ("zero", np.int32, ("R", "K")),
-    ("covered", np.uint32, ("R",)),
-    ("fault", np.uint8, ("R",)),
+    ("busy", np.uint64, ("S", "W")),
+    ("digest", np.uint64, ("S", "R", "K1")),
+    ("sumsq", np.float64, ("S", "R", "K")),
+    ("amax", np.float32, ("S", "R", "K")),
+    ("nonfinite", np.int32, ("S", "R", "K")),
+    ("zero", np.int32, ("S", "R", "K")),
+    ("covered", np.uint32, ("S", "R")),
+    ("fault", np.uint8, ("S", "R")),
+    # written by the plugin at any time, never reset
+    ("counters", np.uint64, ("W", "C")),
 )
 _PER_ROW = ("digest", "sumsq", "amax", "nonfinite", "zero", "covered", "fault")
 
 
 class Control:
-    """NumPy views of the control file; each is [slots, ...]."""
+    """NumPy views of the control file; each is [slots, ...], but `counters` is [writers, counters]."""
 
     generation: npt.NDArray[np.uint64]
     num_rows: npt.NDArray[np.uint64]
@@ -127,6 +131,7 @@ class Control:
     zero: npt.NDArray[np.int32]
     covered: npt.NDArray[np.uint32]
     fault: npt.NDArray[np.uint8]
+    counters: npt.NDArray[np.uint64]
 
     def __init__(self, spec: ArenaSpec, buffer: mmap.mmap) -> None:
         for name, dtype, shape, offset in _control_layout(spec)[0]:
@@ -141,6 +146,8 @@ class Control:
 
 def _control_layout(spec: ArenaSpec) -> tuple[list[tuple[str, Any, tuple[int, ...], int]], int]:
     sizes = {
+        "S": spec.slots,
+        "C": len(COUNTERS),
         "R": spec.max_rows,
         "K": spec.num_states,
         "K1": spec.num_states + 1,
@@ -149,7 +156,7 @@ def _control_layout(spec: ArenaSpec) -> tuple[list[tuple[str, Any, tuple[int, ..
     }
     fields, at = [], 0
     for name, dtype, axes in _FIELDS:
-        shape = (spec.slots, *(sizes[a] for a in axes))
+        shape = tuple(sizes[a] for a in axes)
         fields.append((name, dtype, shape, at))
         at += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64
     return fields, at
@@ -328,6 +335,10 @@ class Arena:
         with self._changed:
             del self._taken[extent.slot]
             self._changed.notify_all()
+
+    def counters(self) -> dict[str, int]:
+        """What the writers counted, summed: see COUNTERS; times in microseconds."""
+        return dict(zip(COUNTERS, self.control.counters.sum(axis=0).tolist(), strict=True))
 
     @property
     def used_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from ray_extract.capture.digest import digest_ids, digest_tokens
 from ray_extract.capture.writer import Sums, Ticket, Work
 
 logger = logging.getLogger(__name__)
+
+# For tests on a GPU: a synchronisation while copies are issued becomes an error.
+_FORBID_SYNC = os.environ.get("RAY_EXTRACT_FORBID_SYNC") == "1"
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -140,6 +144,8 @@ class CudaCopier:
         self._next = (self._next + 1) % len(self._ring)
         buffer.acquire()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if _FORBID_SYNC:
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self._stream):
                 buffer.launch(work, input_ids, states)
@@ -153,8 +159,11 @@ class CudaCopier:
                 buffer.record()
         except BaseException:
             # The caller unpins the extents; a copy that is under way may not outlive that.
+            torch.cuda.set_sync_debug_mode("default")
             self._stream.synchronize()
             raise
+        if _FORBID_SYNC:
+            torch.cuda.set_sync_debug_mode("default")
         return buffer
 
 

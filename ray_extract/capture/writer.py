@@ -12,13 +12,14 @@ import dataclasses
 import enum
 import itertools
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ray_extract.capture.arena import AttachedArena, full_barrier
+from ray_extract.capture.arena import COUNTERS, AttachedArena, full_barrier
 from ray_extract.capture.rows import GapError, kept_pieces, merge_runs, take_segment
 from ray_extract.layout import RequestId, parse_rid
 
@@ -169,6 +170,8 @@ class Writer:
         self._index = index
         self._copier = copier
         self._live: dict[int, _Live] = {}
+        self._counters = arena.control.counters[index]
+        self._token_bytes = copier.dtype.itemsize * arena.spec.hidden
 
     def check_request(self, rid: str, input_ids: Sequence[int]) -> None:
         """Compare a request's ids with the image's, once, before its first forward pass.
@@ -204,6 +207,7 @@ class Writer:
         Returns:
             The work, or None when nothing of the pass is ours.
         """
+        began = time.perf_counter()
         entries: list[Entry] = []
         pinned: list[tuple[int, int]] = []
         for rid, source, prefix, count in zip(
@@ -221,10 +225,16 @@ class Writer:
             pinned.append(pin)
         if not entries:
             return None
-        return Work(sum(counts), entries, self._runs(entries), pinned)
+        work = Work(sum(counts), entries, self._runs(entries), pinned)
+        states = self.arena.spec.num_states
+        stored = sum(run.count for run in work.runs)
+        self._count(passes=1, tokens=sum(e.count for e in entries), copies=states * len(work.runs))
+        self._count(copied_bytes=states * stored * self._token_bytes, hook_us=_micros(began))
+        return work
 
     def issue(self, work: Work, input_ids: Any, states: Sequence[Any]) -> None:
         """Start the copies; called with the states of the pass at hand."""
+        began = time.perf_counter()
         spec = self.arena.spec
         fault = Fault.NONE
         if len(states) != spec.num_states or any(
@@ -240,6 +250,7 @@ class Writer:
                 fault = Fault.COPY_FAILED
         if fault is not Fault.NONE:
             self._give_up(work, fault)
+        self._count(hook_us=_micros(began))
 
     def publish(self, work: Work) -> None:
         """Wait for the copies, make them visible, unpin. Before this the response must not leave."""
@@ -248,12 +259,15 @@ class Writer:
         if work.ticket is None:
             self._give_up(work, Fault.NO_STATES)
             return
+        began = time.perf_counter()
         try:
             sums = work.ticket.wait()
         except Exception:
             logger.exception("ray_extract: the copies of a forward pass failed")
             self._give_up(work, Fault.COPY_FAILED)
             return
+        self._count(wait_us=_micros(began))
+        began = time.perf_counter()
         control = self.arena.control
         # An entry of a retired generation is pinned, so its memory is still ours; but its marks are nobody's business.
         keep = [i for i, e in enumerate(work.entries) if int(control.generation[e.slot]) == e.generation]
@@ -268,6 +282,11 @@ class Writer:
             full_barrier()
             control.covered[at] = [work.entries[i].position + work.entries[i].count for i in keep]
         self._close(work)
+        self._count(hook_us=_micros(began))
+
+    def _count(self, **counts: int) -> None:
+        for name, count in counts.items():
+            self._counters[COUNTERS.index(name)] += np.uint64(count)
 
     def _give_up(self, work: Work, fault: Fault) -> None:
         for e in work.entries:
@@ -364,3 +383,7 @@ class Writer:
             if live.pins == 0:
                 full_barrier()
                 self.arena.control.busy[slot, self._index] = 0
+
+
+def _micros(since: float) -> int:
+    return int((time.perf_counter() - since) * 1e6)
