@@ -204,7 +204,7 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     end = time.monotonic() + timeout_s
     while not (value := true()):
         assert time.monotonic() < end, f"waited {timeout_s:.0f} s for: {what}"
-        time.sleep(0.05)
+        time.sleep(0.1)
     return value
 
 

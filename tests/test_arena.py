@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,13 +139,16 @@ def test_a_waiting_allocation_that_is_cancelled_lets_the_next_one_through(arena:
     assert failed == ["allocation cancelled: the worker is stopping"] and small.offset == held.nbytes
 
 
-def test_a_view_in_the_traceback_of_an_error_does_not_cost_the_extent(arena: Arena) -> None:
-    """A flush that fails leaves NumPy views of the image in its traceback while the extent is freed."""
+def test_an_extent_whose_buffer_is_still_lent_is_not_given_to_others(arena: Arena) -> None:
     extent = arena.allocate(8 * PAGE)
-    view = np.frombuffer(extent.buffer, np.uint8)
+    lent = pyarrow.py_buffer(extent.buffer)  # NumPy's views do not hold it
+    with pytest.raises(BufferError):
+        arena.free(extent)
+    assert arena.used_bytes == 8 * PAGE
+    del lent
     arena.free(extent)
-    arena.allocate(8 * PAGE)
-    assert view.nbytes == 8 * PAGE
+    with pytest.raises(ValueError, match="released memoryview"):
+        extent.buffer[0] = 1
 
 
 # Shared memory that is full, or left behind

@@ -99,7 +99,7 @@ def drops_last_after_one(ids: list[int]) -> list[int]:
 
 
 class Layer(torch.nn.Module):
-    _is_layer_to_capture: bool = False
+    _is_layer_to_capture = False
 
 
 class Inner(torch.nn.Module):

@@ -24,11 +24,13 @@ CHILD = """
 import sys
 from pathlib import Path
 import torch
-from ray_extract.capture.digest_cuda import SumsBuffer
+from ray_extract.capture.digest_cuda import SumsBuffer, device_weights
 
 folder = Path(sys.argv[1])
 for case in torch.load(folder / "cases.pt", weights_only=False):
-    buffer = SumsBuffer(torch.device("cpu"), case["max_tokens"], len(case["states"]))
+    cpu = torch.device("cpu")
+    weights = device_weights(case["states"][0].shape[1] * case["states"][0].element_size(), cpu)
+    buffer = SumsBuffer(cpu, case["max_tokens"], len(case["states"]), weights)
     for _ in range(1 + (case["name"] == "F16-whole")):  # a buffer is used again
         buffer.acquire()
         buffer.launch(case["work"], case["ids"], case["states"])

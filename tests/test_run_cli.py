@@ -18,7 +18,10 @@ def lines_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
+# An override, and what the line must hold.
 MISTAKES = [
+    ("engine={kind: sglang, args: {disable_radix_cache: false}}", "engine.args.disable_radix_cache = False is refused"),
+    ("engine={kind: sglang, args: {tp_size: 2}}", "engine.args.tp_size: set engine.tp_size instead"),
     ("engine.cout=2", "engine.cout: no such key; did you mean count?"),
     ("engine.count=0", "engine.count = 0: input should be greater than 0"),
     ("engine.count=two", "engine.count = 'two': "),

@@ -328,10 +328,7 @@ class Arena:
 
     def free(self, extent: Extent) -> None:
         """Give the range back. The extent must be retired, and nobody may read its buffer."""
-        # Released, so that a late reader fails. While an error is on its way up, its traceback may hold views of the
-        # buffer, which forbid that; the range is free all the same.
-        with contextlib.suppress(BufferError):
-            extent.buffer.release()
+        extent.buffer.release()
         with self._changed:
             del self._taken[extent.slot]
             self._changed.notify_all()

@@ -98,14 +98,16 @@ class CudaCopier:
     """
 
     def __init__(self, arena: AttachedArena, device: torch.device, max_tokens: int, depth: int = 3) -> None:
-        from ray_extract.capture.digest_cuda import SumsBuffer
+        from ray_extract.capture.digest_cuda import SumsBuffer, device_weights
 
         self._hidden = arena.spec.hidden
         self._data = map_states(arena)
         self.dtype = self._data.dtype
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._ring = [SumsBuffer(device, max_tokens, arena.spec.num_states) for _ in range(depth)]
+        # An upload from pageable memory synchronises, so not in a forward pass.
+        weights = device_weights(self._hidden * self.dtype.itemsize, device)
+        self._ring = [SumsBuffer(device, max_tokens, arena.spec.num_states, weights) for _ in range(depth)]
         self._next = 0
         self._registered = threading.Event()
         self._register_error: BaseException | None = None

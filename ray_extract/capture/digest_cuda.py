@@ -115,6 +115,11 @@ def token_arrays(work: Work, out: npt.NDArray[np.int32]) -> None:
             out[2, source : source + count] = np.arange(kept, kept + count, dtype=np.int32)
 
 
+def device_weights(token_bytes: int, device: torch.device) -> torch.Tensor:
+    """V(0), V(1) ... of digest.py for a state of `token_bytes`, on a GPU; i64 [token_bytes / 4]."""
+    return torch.from_numpy(word_weights(token_bytes // 4).view(np.int64).copy()).to(device)
+
+
 class SumsBuffer:
     """Staging of one forward pass's sums; allocated once, used in turn. It is its own ticket.
 
@@ -122,9 +127,10 @@ class SumsBuffer:
         device: the GPU.
         max_tokens: most tokens in a forward pass.
         num_states: states captured.
+        weights: from device_weights, for the words of one state.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int, num_states: int) -> None:
+    def __init__(self, device: torch.device, max_tokens: int, num_states: int, weights: torch.Tensor) -> None:
         self._states = num_states
         self._max_tokens = max_tokens
         pin = device.type == "cuda"
@@ -134,8 +140,7 @@ class SumsBuffer:
         self._out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, device=device)
         self._host_out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, pin_memory=pin)
         self._event = torch.cuda.Event() if pin else None  # type: ignore[no-untyped-call]
-        self._weights: dict[int, torch.Tensor] = {}
-        self._device = device
+        self._weights = weights
         self._entries = 0
         self._busy = False
 
@@ -169,7 +174,7 @@ class SumsBuffer:
                 words.stride(0),
                 self._tokens[0],
                 self._tokens[2],
-                self._device_weights(num_words),
+                self._weights,
                 digest,
                 sumsq,
                 amax,
@@ -221,10 +226,3 @@ class SumsBuffer:
             out.append(flat[at : at + nbytes].view(dtype).view(e, width))
             at += nbytes
         return out
-
-    def _device_weights(self, num_words: int) -> torch.Tensor:
-        weights = self._weights.get(num_words)
-        if weights is None:
-            table = torch.from_numpy(word_weights(num_words).view(np.int64).copy())
-            weights = self._weights[num_words] = table.to(self._device)
-        return weights
