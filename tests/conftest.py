@@ -24,7 +24,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
-    """A Ray cluster of one node with 2 CPUs and no dashboard. Mark the test `ray`; it removes the nodes that it adds."""
+    """A Ray cluster of one node with 2 CPUs and no dashboard. Mark the test `ray`; it removes nodes that it adds."""
     import ray
 
     with clusters.cluster(num_cpus=2) as cluster:

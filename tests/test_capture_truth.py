@@ -79,8 +79,9 @@ def test_a_row_at_the_engines_limit_is_whole(family: Rig) -> None:
 def test_a_prompt_that_sglang_would_replace_is_not_written(family: Rig) -> None:
     """Past the extractor's own check, SGLang runs an over-long prompt as one other token, or rejects it."""
     extractor = family.extractor
-    family_limit, extractor._info = extractor._info, type(family.info)(
-        family.info.version, 1 << 30, family.info.dp_size, family.info.environment
+    family_limit, extractor._info = (
+        extractor._info,
+        type(family.info)(family.info.version, 1 << 30, family.info.dp_size, family.info.environment),
     )
     try:
         rows = prompts((30, family.info.max_input_tokens + 1), seed=8)
@@ -176,7 +177,7 @@ def test_two_data_parallel_ranks_write_one_image(checkpoints: Path) -> None:
 
 
 def test_an_engine_that_runs_in_another_type_is_refused_with_the_reason(checkpoints: Path) -> None:
-    with pytest.raises(CaptureRefused, match="the engine runs in torch.float32, the plan stores BF16"):
+    with pytest.raises(CaptureRefused, match=r"the engine runs in torch\.float32, the plan stores BF16"):
         Rig("llama", checkpoints, stored_dtype="BF16")
 
 

@@ -18,8 +18,9 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -54,12 +55,10 @@ async def _serve(job: dict[str, Any], folder: Path, out: IO[str]) -> None:
         engine = open_engine(job)
         info = await engine.start(folder)
     except RayExtractError as error:
-        send("failed", error=type(error).__name__, reason=str(error))
-        return
+        await _end(send, type(error).__name__, str(error))
     except Exception as error:
         logger.exception("the engine did not start")
-        send("failed", error="EngineError", reason=f"{type(error).__name__}: {error}")
-        return
+        await _end(send, "EngineError", f"{type(error).__name__}: {error}")
     send("ready", **dataclasses.asdict(info))
     tasks: set[asyncio.Task[None]] = set()
     while True:
@@ -70,6 +69,13 @@ async def _serve(job: dict[str, Any], folder: Path, out: IO[str]) -> None:
         task = asyncio.create_task(_answer(engine, arena, message, send))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
+
+
+async def _end(send: Callable[..., None], error: str, reason: str) -> NoReturn:
+    """Say why there is no engine, and wait to be killed: the worker first notes what the processes would leave."""
+    send("failed", error=error, reason=reason)
+    while True:
+        await asyncio.sleep(3600)
 
 
 async def _answer(engine: Engine, arena: AttachedArena, message: dict[str, Any], send: Any) -> None:

@@ -1,5 +1,6 @@
 """The worker's end of the engine host: start it, send rows, learn of its death, and reap its whole process tree."""
 
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -23,6 +24,7 @@ from ray_extract.errors import CaptureRefused, EngineDied, EngineError
 logger = logging.getLogger(__name__)
 
 _LOG_TAIL_LINES = 25
+_POLL_S = 0.5
 HOST_COMMAND = (sys.executable, "-m", "ray_extract.engine.host")
 
 
@@ -70,12 +72,16 @@ class EngineProcess:
             CaptureRefused, ConfigError: what the host says, in its words.
             EngineError: it died or was not ready in time; the message holds the end of its log.
         """
-        try:
-            return self._ready.result(timeout=timeout_s)
-        except TimeoutError:
-            raise EngineError(
-                f"the engine was not ready after {timeout_s:.0f} s (engine.start_timeout_s)\n{self.log_tail()}"
-            ) from None
+        deadline = time.monotonic() + timeout_s
+        while not self._ready.done():
+            # A start that fails ends its processes before it says so, and a dead process shows no maps.
+            self._note_shm_files()
+            concurrent.futures.wait([self._ready], timeout=min(_POLL_S, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() > deadline and not self._ready.done():
+                raise EngineError(
+                    f"the engine was not ready after {timeout_s:.0f} s (engine.start_timeout_s)\n{self.log_tail()}"
+                )
+        return self._ready.result()
 
     def submit(
         self, rid: str, offset: int, count: int, dp_rank: int | None = None, new_tokens: int = 0
@@ -114,9 +120,16 @@ class EngineProcess:
         if self._gone.is_set():
             return
         assert self._process is not None
-        self._shm_files |= mapped_shm_files(self._process.pid, self._folder)
+        self._note_shm_files()
         kill_session(self._process.pid)
         self._gone.wait()
+
+    def _note_shm_files(self) -> None:
+        """SGLang leaves small files of its own in /dev/shm when it is killed; find them while they are mapped."""
+        found = mapped_shm_files(self.pid, self._folder) - self._shm_files
+        self._shm_files |= found
+        for path in found:
+            self._guard.watch_file(path)
 
     def log_tail(self) -> str:
         """The last lines of the engine's output."""
@@ -157,7 +170,7 @@ class EngineProcess:
             self._receive(json.loads(line))
         code = self._process.wait()
         kill_session(self._process.pid)
-        for path in self._shm_files:
+        for path in list(self._shm_files):
             path.unlink(missing_ok=True)
         with self._lock:
             self._gone.set()
@@ -175,13 +188,12 @@ class EngineProcess:
             if future is not None:
                 future.set_result(Answer(message["ok"], message["reason"], tuple(message["output_ids"])))
         elif event == "ready":
-            # SGLang leaves its own small files in /dev/shm when it is killed, and a dead process shows no maps.
-            self._shm_files |= mapped_shm_files(self.pid, self._folder)
-            for path in self._shm_files:
-                self._guard.watch_file(path)
+            self._note_shm_files()
             self._ready.set_result(EngineInfo(**message))
         else:
+            self._note_shm_files()
             self._ready.set_exception(self._start_error(message["error"], message["reason"]))
+            kill_session(self.pid)
 
     def _start_error(self, name: str, reason: str) -> Exception:
         """What a failed start is. A plugin that refuses leaves a record, of which SGLang's own error says nothing."""
