@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ray_extract import layout, run
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import load_job
-from ray_extract.errors import NotFound, RayExtractError
+from ray_extract.errors import ConfigError, NotFound, RayExtractError
 from ray_extract.ledger import Ledger, latest_manifest
 from ray_extract.model import describe_model
 from ray_extract.plan import estimate, load_or_make_plan
@@ -48,6 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--seed", type=int, default=0, help="which rows --recompute takes")
     verify.set_defaults(action=_verify)
 
+    for command in (status, verify):
+        command.add_argument(
+            "--option", action="append", default=[], metavar="KEY=VALUE", help="as output.storage_options of the job"
+        )
+
     args = parser.parse_args(argv)
     try:
         code: int = args.action(args)
@@ -80,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    store = open_store(args.url)
+    store = open_store(args.url, _options(args.option))
     try:
         progress = json.loads(store.get(layout.PROGRESS_KEY))
     except NotFound:
@@ -106,9 +111,19 @@ def _verify(args: argparse.Namespace) -> int:
     from ray_extract.verify import verify
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
-    report = verify(args.url, {}, recompute=args.recompute, seed=args.seed, model_path=args.model)
+    report = verify(args.url, _options(args.option), recompute=args.recompute, seed=args.seed, model_path=args.model)
     _print(*report.lines())
     return 0 if report.ok else EXIT_NOT_VERIFIED
+
+
+def _options(items: Sequence[str]) -> dict[str, str]:
+    options = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--option {key}: looks like KEY=VALUE")
+        options[key] = value
+    return options
 
 
 def _print(*lines: str) -> None:
