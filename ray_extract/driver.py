@@ -435,7 +435,8 @@ def connect(job: Job) -> None:
             ray.init(address=address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
-                f"run.address = {address!r}: this Ray cluster does not let us in: {_first_line(error)}"
+                f"run.address = {address!r}: {_first_line(error)}; is it a Ray head of this version, and if it asks "
+                "for a token, are RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set?"
             ) from None
         return
     cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
