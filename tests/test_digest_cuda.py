@@ -32,8 +32,10 @@ for case in torch.load(folder / "cases.pt", weights_only=False):
     weights = device_weights(case["states"][0].shape[1] * case["states"][0].element_size(), cpu)
     buffer = SumsBuffer(cpu, case["max_tokens"], len(case["states"]), weights)
     for _ in range(1 + (case["name"] == "F16-whole")):  # a buffer is used again
-        buffer.acquire()
-        buffer.launch(case["work"], case["ids"], case["states"])
+        assert buffer.free
+        buffer.take(case["work"], case["ids"])
+        assert not buffer.free
+        buffer.launch(case["work"], case["states"])
         buffer.record()
         sums = buffer.wait()
     torch.save({name: torch.from_numpy(getattr(sums, name).view(view) if view else getattr(sums, name))

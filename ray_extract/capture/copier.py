@@ -1,11 +1,13 @@
 """How states leave the device: a plain copy on the CPU, a side stream on CUDA."""
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,9 @@ logger = logging.getLogger(__name__)
 
 # For tests on a GPU: a synchronisation while copies are issued becomes an error.
 _FORBID_SYNC = os.environ.get("RAY_EXTRACT_FORBID_SYNC") == "1"
+
+if TYPE_CHECKING:
+    from ray_extract.capture.digest_cuda import SumsBuffer
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -107,8 +112,8 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # An upload from pageable memory synchronises, so not in a forward pass.
         weights = device_weights(self._hidden * self.dtype.itemsize, device)
-        self._ring = [SumsBuffer(device, max_tokens, arena.spec.num_states, weights) for _ in range(depth)]
-        self._next = 0
+        self._new_buffer = functools.partial(SumsBuffer, device, max_tokens, arena.spec.num_states, weights)
+        self._buffers = [self._new_buffer() for _ in range(depth)]
         self._registered = threading.Event()
         self._register_error: BaseException | None = None
         threading.Thread(target=self._register, name="ray_extract-register", daemon=True).start()
@@ -137,32 +142,42 @@ class CudaCopier:
         if self._register_error is not None:
             raise RuntimeError(f"cudaHostRegister of the arena failed: {self._register_error}")
 
+    def _free_buffer(self) -> "SumsBuffer":
+        """A buffer that no unpublished pass holds."""
+        for buffer in self._buffers:
+            if buffer.free:
+                return buffer
+        # More passes under way than any version seen; the allocation may stall this one, which is better than reuse.
+        logger.warning("ray_extract: %d forward passes are unpublished; staging grows", len(self._buffers))
+        self._buffers.append(self._new_buffer())
+        return self._buffers[-1]
+
     def issue(
         self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> Ticket:
         """See writer.Copier."""
         hidden, itemsize = self._hidden, self._data.element_size()
-        buffer = self._ring[self._next]
-        self._next = (self._next + 1) % len(self._ring)
-        buffer.acquire()
+        buffer = self._free_buffer()
+        buffer.take(work, input_ids)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if _FORBID_SYNC:
             torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self._stream):
-                buffer.launch(work, input_ids, states)
+                buffer.launch(work, states)
                 for run in work.runs:
                     for k, state in enumerate(states):
                         at = int(bases[run.slot, k]) // itemsize + run.target * hidden
                         target = self._data[at : at + run.count * hidden].view(run.count, hidden)
                         target.copy_(state[run.source : run.source + run.count], non_blocking=True)
-                for tensor in (*states, input_ids):
-                    tensor.record_stream(self._stream)
+                for state in states:
+                    state.record_stream(self._stream)
                 buffer.record()
         except BaseException:
             # The caller unpins the extents; a copy that is under way may not outlive that.
             torch.cuda.set_sync_debug_mode("default")
             self._stream.synchronize()
+            buffer.free = True
             raise
         if _FORBID_SYNC:
             torch.cuda.set_sync_debug_mode("default")

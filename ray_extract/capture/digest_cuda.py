@@ -137,28 +137,31 @@ class SumsBuffer:
         self._host_tokens = torch.empty((3, max_tokens), dtype=torch.int32, pin_memory=pin)
         self._tokens = torch.empty((3, max_tokens), dtype=torch.int32, device=device)
         # One flat buffer of five sections for all sums, so one memset and one copy a pass.
+        self._ids = torch.empty(max_tokens, dtype=torch.int64, device=device)
         self._out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, device=device)
         self._host_out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, pin_memory=pin)
         self._event = torch.cuda.Event() if pin else None  # type: ignore[no-untyped-call]
         self._weights = weights
         self._entries = 0
-        self._busy = False
+        self.free = True
 
     @property
     def _entry_bytes(self) -> int:
         return 8 * (self._states + 1) + self._states * (8 + 4 + 4 + 4)
 
-    def acquire(self) -> None:
-        """Take the buffer for a new pass; the scheduler publishes passes in order, so an old one is over by now."""
-        if self._busy and self._event is not None:
-            self._event.synchronize()
-        self._busy = True
+    def take(self, work: Work, input_ids: torch.Tensor) -> None:
+        """Occupy the buffer with a new pass and keep its token ids; on the stream that the pass runs on.
 
-    def launch(self, work: Work, input_ids: torch.Tensor, states: Any) -> None:
+        The ids are copied in stream order with the pass, since they are SGLang's to reuse as soon as it ends.
+        """
+        if work.num_tokens > self._max_tokens:
+            raise ValueError(f"a forward pass of {work.num_tokens} tokens; staging was sized for {self._max_tokens}")
+        self.free = False
+        self._ids[: work.num_tokens].copy_(input_ids[: work.num_tokens], non_blocking=True)
+
+    def launch(self, work: Work, states: Any) -> None:
         """Queue the kernels on the current stream."""
         tokens, entries, k = work.num_tokens, len(work.entries), self._states
-        if tokens > self._max_tokens:
-            raise ValueError(f"a forward pass of {tokens} tokens; staging was sized for {self._max_tokens}")
         token_arrays(work, self._host_tokens[:, :tokens].numpy())
         for i in range(3):
             self._tokens[i, :tokens].copy_(self._host_tokens[i, :tokens], non_blocking=True)
@@ -189,7 +192,7 @@ class SumsBuffer:
             )
         block = 256
         _ids_kernel[(triton.cdiv(tokens, block),)](
-            input_ids,
+            self._ids,
             self._tokens[0],
             self._tokens[1],
             digest,
@@ -209,8 +212,8 @@ class SumsBuffer:
         """See writer.Ticket."""
         if self._event is not None:
             self._event.synchronize()
-        self._busy = False
         digest, sumsq, amax, nonfinite, zero = (t.numpy().copy() for t in self._sections(self._host_out))
+        self.free = True
         return Sums(digest.view(np.uint64), sumsq, amax, nonfinite, zero)
 
     def _sections(self, flat: torch.Tensor) -> list[torch.Tensor]:
