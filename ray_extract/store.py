@@ -12,6 +12,7 @@ import abc
 import contextlib
 import dataclasses
 import errno
+import io
 import logging
 import os
 import re
@@ -215,6 +216,44 @@ def _bytes(data: Buffer) -> Iterator[memoryview]:
         with contextlib.suppress(BufferError):  # an interrupted request may still be reading; then its owner must know
             view.release()
             whole.release()
+
+
+class StoredFile(io.RawIOBase):
+    """An object as a seekable file that reads only the ranges asked for.
+
+    Args:
+        store, key: the object.
+        size: its size in bytes.
+    """
+
+    def __init__(self, store: Store, key: str, size: int) -> None:
+        super().__init__()
+        self._store, self._key, self._size, self._at = store, key, size, 0
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes before the next read."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As for any file."""
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes; raises StoreError where the object is shorter than it was."""
+        count = max(0, min(len(buffer), self._size - self._at))
+        if count:
+            buffer[:count] = self._store.get_range(self._key, self._at, count)
+            self._at += count
+        return count
 
 
 def put_once(store: Store, key: str, data: bytes) -> bool:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from ray_extract import layout
 from ray_extract.dataset.prepare import PreparedRow, reason_kind, row_id
 from ray_extract.errors import AlreadyExists, PlanError
-from ray_extract.store import Store
+from ray_extract.store import Store, StoredFile
 
 log = logging.getLogger(__name__)
 
@@ -260,8 +260,11 @@ class PreparedRows:
             yield from map(RowLength, index, tokens, kept, usable)
 
     def _length_columns(self, key: str) -> Any:
+        info = self._store.head(key)
+        if info is None:
+            raise PlanError(f"output.url: {key} is missing; choose another output.url")
         try:
-            return pq.ParquetFile(_StoredFile(self._store, key)).read(columns=_LENGTH_COLUMNS)
+            return pq.ParquetFile(StoredFile(self._store, key, info.size)).read(columns=_LENGTH_COLUMNS)
         except pa.ArrowException as error:
             raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
 
@@ -298,34 +301,3 @@ def _rows_of(table: Any, key: str) -> Iterator[PreparedRow]:
         if row.reason is None and row_id(row.input_ids, row.loss_mask) != row.row_id:
             raise PlanError(f"output.url: row {row.index} in {key} is not what its id says; choose another output.url")
         yield row
-
-
-class _StoredFile(io.RawIOBase):
-    """An object of the store as a file that reads only what is asked for."""
-
-    def __init__(self, store: Store, key: str) -> None:
-        super().__init__()
-        info = store.head(key)
-        if info is None:
-            raise PlanError(f"output.url: {key} is missing; choose another output.url")
-        self._store, self._key, self._size, self._at = store, key, info.size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._size - self._at))
-        if count:
-            buffer[:count] = self._store.get_range(self._key, self._at, count)
-            self._at += count
-        return count

@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 from ray_extract.errors import NotFound, ShardError
 from ray_extract.shards.base import RowStats, Shard, ShardContents, sha256_of
 from ray_extract.shards.image import FORMAT_VERSION, Column, ImageLayout, RowTable, lay_out, write_table
-from ray_extract.store import Store
+from ray_extract.store import Store, StoredFile
 
 I64 = npt.NDArray[np.int64]
 PIECE_BYTES = 32 << 20
@@ -329,44 +329,6 @@ def _explained(key: str) -> Iterator[None]:
         raise ShardError(f"{key}: not a whole Parquet shard: {first}") from None
 
 
-class _RangeFile(io.RawIOBase):
-    """A seekable file over range reads of a stored object."""
-
-    def __init__(self, store: Store, key: str, size: int) -> None:
-        self._store = store
-        self._key = key
-        self._size = size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def size(self) -> int:
-        return self._size
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        length = left if size < 0 else min(size, left)
-        if length == 0:
-            return b""
-        part = bytes(self._store.get_range(self._key, self._at, length))
-        if len(part) != length:
-            raise ShardError(f"{self._key}: truncated: {len(part)} of {length} bytes at {self._at}")
-        self._at += length
-        return part
-
-
 def open_parquet(store: Store, key: str) -> ParquetShard:
     """Open a Parquet shard: reads its footer and everything but the states.
 
@@ -388,7 +350,7 @@ def open_parquet(store: Store, key: str) -> ParquetShard:
                 raise NotFound(f"{key}: no such shard")
             size = info.size
             # pre_buffer merges the small columns of a row group into one read.
-            file = pq.ParquetFile(_RangeFile(store, key, size), pre_buffer=True)
+            file = pq.ParquetFile(StoredFile(store, key, size), pre_buffer=True)
         columns, metadata = _parse_schema(key, file.schema_arrow)
         names = [name for name, _ in _ROW_FIELDS]
         table = file.read(columns=names, use_threads=False)
