@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from ray_extract import layout, run
-from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import load_job
 from ray_extract.errors import ConfigError, NotFound, RayExtractError
 from ray_extract.ledger import Ledger, latest_manifest
-from ray_extract.model import describe_model
 from ray_extract.plan import estimate, load_or_make_plan
 from ray_extract.store import open_store
 
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify = commands.add_parser("verify", help="read every shard again and compare it with plan, commits and digests")
     verify.add_argument("url", help="output.url of the run")
     verify.add_argument(
-        "--recompute", type=int, default=0, metavar="N", help="recompute N random rows with transformers"
+        "--recompute", type=_count, default=0, metavar="N", help="recompute N random rows with transformers"
     )
     verify.add_argument("--model", metavar="PATH", help="checkpoint for --recompute")
     verify.add_argument("--seed", type=int, default=0, help="which rows --recompute takes")
@@ -63,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    job = load_job(args.config, args.overrides)
-    shape = describe_model(job.model)
-    boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
+    job, shape, boundaries, _ = run.check_job(load_job(args.config, args.overrides))
     size = run.token_bytes(job, shape, boundaries)
     # A plan for looking at claims no output.
     index, units = load_or_make_plan(open_store("memory://ray_extract-plan"), job, shape, size)
@@ -96,11 +92,16 @@ def _status(args: argparse.Namespace) -> int:
         _print(json.dumps(progress, indent=2))
         return 0
     manifest = latest_manifest(store)
+    committed = len(Ledger(store).committed_units())
+    state = progress["state"]
+    if store.head(layout.SUCCESS_KEY):
+        whole = committed == progress["units"]
+        state = "complete" if whole else "damaged: it was complete, and commits are gone; run it again"
     _print(
-        f"state       {'complete' if store.head(layout.SUCCESS_KEY) else progress['state']} (at {progress['time']})",
-        f"units       {len(Ledger(store).committed_units())} of {progress['units']} committed",
+        f"state       {state} (at {progress['time']})",
+        f"units       {committed} of {progress['units']} committed",
         f"tokens      {progress['tokens_committed']:,} of {progress['tokens']:,}",
-        f"speed       {progress['tokens_per_s']:,.0f} tokens/s, {progress['engines_ready']} engines",
+        f"speed       {progress['tokens_per_s']:,.0f} tokens/s, {progress['engines_ready']} engines ready",
         f"failed rows {progress['rows_failed']}",
         f"manifest    {manifest or 'none yet'}",
     )
@@ -114,6 +115,13 @@ def _verify(args: argparse.Namespace) -> int:
     report = verify(args.url, _options(args.option), recompute=args.recompute, seed=args.seed, model_path=args.model)
     _print(*report.lines())
     return 0 if report.ok else EXIT_NOT_VERIFIED
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number}: must not be negative")
+    return number
 
 
 def _options(items: Sequence[str]) -> dict[str, str]:

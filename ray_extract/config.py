@@ -134,7 +134,7 @@ class OutputConfig(_Section):
     """A folder, or an object-store URL (`s3://bucket/prefix`). One run, one prefix."""
     format: Literal["parquet", "raw"] = "parquet"
     """`raw` is one safetensors file a shard, uploaded as it lies in memory; Parquet is for readers everywhere."""
-    shard_bytes: ByteSize = ByteSize(1 * GIB)
+    shard_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(1 * GIB)
     """States in one shard, about; a larger row gets a shard of its own."""
     max_rows: PositiveInt = 8192
     """Most rows in one shard."""
@@ -151,7 +151,7 @@ class RunConfig(_Section):
     """Ray's address; absent means the running cluster if there is one, else a local one."""
     units_in_flight: int = Field(default=2, ge=2)
     """Units an engine holds at once: one being extracted, the others flushing or waiting."""
-    arena_bytes: ByteSize | None = None
+    arena_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
     """Shared memory of each engine for shard images; what units_in_flight + 1 of the largest units need when absent."""
     max_attempts: PositiveInt = 3
     """Attempts at a unit whose engine, actor or node dies, before the run stops."""

@@ -141,7 +141,7 @@ class Driver:
                 self._actors = [self._new_actor() for _ in range(self._engines)]
                 while not self._over():
                     self._step()
-            state = "done" if not self._drain.is_set() else "drained"
+            state = self._end_state()
         finally:
             self._stop_workers()
             self._committer.shutdown(wait=True)
@@ -150,11 +150,16 @@ class Driver:
             raise self._failure
         if self._drain.is_set() and not self._leases.finished:
             raise Drained(
-                f"stopped on request with {self._leases.done} of {self._leases.total} units committed; "
-                "run the same command again to go on"
+                f"stopped on request with {self._before_units + self._leases.done} of {self._total_units} units "
+                "committed; run the same command again to go on"
             )
         seconds = time.monotonic() - self._first_ready if self._first_ready is not None else 0.0
         return Outcome(dict(self._leases.given_up), self._committed_tokens, seconds)
+
+    def _end_state(self) -> str:
+        if self._failure is not None or self._leases.given_up:
+            return "failed"
+        return "done" if self._leases.finished else "drained"
 
     def _over(self) -> bool:
         if self._leases.finished:

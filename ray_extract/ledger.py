@@ -265,6 +265,23 @@ class Ledger:
                 yield ahead.pop(0).result()
                 ahead += [pool.submit(self._read_receipt, unit) for unit in itertools.islice(units, 1)]
 
+    def whole_receipts(self) -> Iterator[Receipt]:
+        """As receipts, after a look whether each commit's shard is there with its size; the bytes are verify's to read.
+
+        Raises:
+            ShardError: a shard is missing or has another size.
+        """
+        sizes = {item.key: item.size for item in self.store.list(layout.SHARDS_PREFIX)}
+        for receipt in self.receipts():
+            size = sizes.get(receipt.key)
+            if size != receipt.size:
+                found = "is missing" if size is None else f"has {size} bytes and was committed with {receipt.size}"
+                raise ShardError(
+                    f"{self.store.url}/{receipt.key} {found}; to extract its rows again, delete "
+                    f"{layout.commit_key(receipt.unit)} and run the same command"
+                )
+            yield receipt
+
     def _commits(self) -> Iterator[str]:
         for item in self.store.list(layout.COMMITS_PREFIX):
             yield layout.unit_of_commit(item.key)
@@ -274,7 +291,10 @@ class Ledger:
         try:
             return Receipt.from_json(json.loads(self.store.get(key)))
         except (ValueError, KeyError, TypeError) as error:
-            raise ShardError(f"{self.store.url}/{key}: not a commit that this release reads: {error}") from None
+            raise ShardError(
+                f"{self.store.url}/{key}: not a commit that this release reads ({error}); if it is damaged, delete it "
+                "and run the same command to extract its rows again"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Snapshot:
         return left / self.tokens_per_s if self.tokens_per_s > 0 else None
 
     def to_json(self, state: str) -> dict[str, Any]:
-        """What progress.json holds; `state` is running, draining, done or failed."""
+        """What progress.json holds; `state` is running, draining, drained, done or failed."""
         return {
             "version": 1,
             "state": state,

@@ -6,12 +6,15 @@ failed; 4 stopped on request (SIGTERM, SIGINT). After 1 and 4 the same command g
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import logging
 import platform
+import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +25,8 @@ from ray_extract.config import Job, load_job
 from ray_extract.dataset.chat import template_fingerprint
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.dataset.source import source_fingerprint
-from ray_extract.engine.sglang import server_args
-from ray_extract.errors import ConfigError, Drained, RayExtractError
+from ray_extract.engine.base import check_engine
+from ray_extract.errors import AccessDenied, ConfigError, Drained, NotFound, OutOfSpace, RayExtractError
 from ray_extract.ledger import Ledger, RowHead, Totals, run_identity, write_manifest, write_success
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, show_bytes
@@ -88,19 +91,36 @@ def token_bytes(job: Job, shape: ModelShape, boundaries: tuple[int, ...]) -> int
     return sum(column.token_bytes for column in columns)
 
 
+def check_job(job: Job) -> tuple[Job, ModelShape, tuple[int, ...], Store]:
+    """Check what needs neither the data set nor an engine.
+
+    Returns:
+        The job with absolute paths, the model, the resolved boundaries, and the output, untouched.
+
+    Raises:
+        ConfigError: names the field, its value and the way out.
+    """
+    shape = describe_model(job.model)
+    job = _absolute(job, shape)
+    check_engine(job, shape.context_length)
+    boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
+    if "://" not in job.output.url and Path(job.output.url).is_file():
+        raise ConfigError(f"output.url = {job.output.url!r}: is a file; name a folder")
+    return job, shape, boundaries, open_store(job.output.url, job.output.storage_options)
+
+
 def prepare_run(job: Job) -> Prepared:
     """Check everything that can be checked without an engine, claim the output, and load or make the plan.
 
     Raises:
         RayExtractError: with exit code 2 for whatever is the user's to mend.
     """
-    shape = describe_model(job.model)
-    job = _absolute(job, shape)
-    if job.engine.kind == "sglang":
-        server_args(job)  # what is refused by name is refused before anything starts
-    boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
-    store = open_store(job.output.url, job.output.storage_options)
-    if not probe_create(store) and not job.output.accept_weak_create:
+    job, shape, boundaries, store = check_job(job)
+    try:
+        honest = probe_create(store)
+    except (NotFound, AccessDenied, OutOfSpace) as error:
+        raise ConfigError(f"output.url = {job.output.url!r}: cannot be written: {error}") from None
+    if not honest and not job.output.accept_weak_create:
         raise ConfigError(
             f"output.url = {job.output.url!r}: this store overwrites objects that must be written once, so two drivers "
             "could commit the same unit; use another store, or set output.accept_weak_create = true and run one driver"
@@ -128,7 +148,9 @@ def run(job: Job) -> Summary:
     if done:
         logger.info("%d of %d units are committed already", len(prepared.units) - len(todo), len(prepared.units))
     tokens, seconds = _extract(prepared, todo) if todo else (0, 0.0)
-    manifest, totals = write_manifest(prepared.store, _row_heads(prepared), prepared.units, prepared.ledger.receipts())
+    manifest, totals = write_manifest(
+        prepared.store, _row_heads(prepared), prepared.units, prepared.ledger.whole_receipts()
+    )
     write_success(prepared.store, {"manifest": manifest, **totals.to_json()})
     return Summary(totals, len(prepared.units), manifest, tokens, seconds)
 
@@ -247,6 +269,19 @@ def exit_code(job: Job, totals: Totals) -> int:
     return EXIT_FAILED_ROWS if sum(totals.failed.values()) > job.run.max_failed_rows else 0
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends like Ctrl-C, until the driver has something to drain and takes both signals itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ray_extract.run", description=__doc__.splitlines()[0])
@@ -255,8 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
     try:
-        job = load_job(args.config, args.overrides)
-        summary = run(job)
+        with _interruptible():
+            job = load_job(args.config, args.overrides)
+            summary = run(job)
     except RayExtractError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -61,7 +61,7 @@ class Rig:
         **engine: Any,
     ) -> None:
         self.model = models.tiny_model(family, cache)
-        threads = {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+        threads = {"OMP_NUM_THREADS": "1"}
         job = Job.model_validate(
             {
                 "model": {"path": str(self.model), "dtype": "float32"},

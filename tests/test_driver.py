@@ -128,6 +128,25 @@ def test_run_stores_every_row_and_a_second_run_has_nothing_to_do(
     assert sorted((p, p.stat().st_mtime_ns) for p in (tmp_path / "out").rglob("*") if p.is_file()) == before
 
 
+def test_a_shard_that_is_gone_is_an_error_until_its_commit_is_deleted(
+    tmp_path: Path, address: str, command: Command
+) -> None:
+    work = make_work(tmp_path, make_rows(6), address, engine=FAST)
+    assert command(work)[0] == 0
+    shard = next((tmp_path / "out/shards").iterdir())
+    commit = tmp_path / "out/commits" / f"{shard.name.split('.')[0]}.json"
+    shard.unlink()
+    code, text = command(work)
+    assert code == 1 and f"delete commits/{commit.name}" in text
+    commit.write_text(commit.read_text()[:-20])
+    code, text = command(work)
+    assert code == 1 and commit.name in text and "delete it" in text
+    commit.unlink()
+    code, text = command(work)
+    assert code == 0, text
+    check_output(work)
+
+
 def test_the_plan_does_not_depend_on_the_number_of_engines(tmp_path: Path) -> None:
     work = make_work(tmp_path, make_rows(20))
     one = prepare_run(work.job("engine.count=1"))
@@ -335,6 +354,7 @@ def test_too_little_shared_memory_is_one_error_and_leaves_nothing(
     assert "/dev/shm has" in line and "900.06 GiB" in line and "run.arena_bytes" in line
     assert "Traceback" not in text
     assert not hosts(work.mark)
+    assert json.loads((tmp_path / "out/progress.json").read_text())["state"] == "failed"
 
 
 def test_resources_that_no_node_has_are_named_while_the_run_waits(

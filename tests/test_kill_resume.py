@@ -43,7 +43,7 @@ class Run:
             "engine": {
                 "device": "cpu",
                 "chunked_prefill_size": 128,
-                "env": {"OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"},
+                "env": {"OMP_NUM_THREADS": "1"},
                 "args": {"max_total_tokens": 8192},
             },
             "capture": {"boundaries": list(BOUNDARIES)},

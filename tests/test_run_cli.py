@@ -105,8 +105,17 @@ def test_plan_says_what_a_job_takes_and_writes_nothing(tmp_path: Path, capsys: p
     assert "6 = 5 usable + 1 skipped" in out
     assert "shards    3" in out
     assert sorted(tmp_path.rglob("*")) == before
-    assert cli.main(["plan", *work.args("engine.cout=2")]) == 2
-    assert len(lines_of(capsys.readouterr().err)) == 1
+    for mistake in ("engine.cout=2", f"output.url={work.config}", "output.url=foo://x/y", "engine.args.x=1"):
+        assert cli.main(["plan", *work.args(mistake)]) == 2
+        assert len(lines_of(capsys.readouterr().err)) == 1
+
+
+def test_an_output_that_cannot_be_written_names_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    work = make_work(tmp_path, make_rows(3))
+    for url in (str(work.config), f"{work.config}/below", "/proc/nowhere"):
+        assert run.main(work.args(f"output.url={url}")) == 2
+        (line,) = lines_of(capsys.readouterr().err)
+        assert line.startswith(f"error: output.url = '{url}': ")
 
 
 @pytest.mark.parametrize("command", ["status", "verify"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ray_extract.config import Job
+from ray_extract.engine.base import check_engine
 from ray_extract.engine.sglang import server_args
 from ray_extract.errors import ConfigError
 
@@ -132,3 +133,17 @@ def test_every_option_that_we_set_or_refuse_exists_in_the_installed_sglang() -> 
     cuda = make_job(tp_size=2)
     wanted = {*server_args(job), *server_args(cuda), *FIELDS, *REFUSED}
     assert sorted(wanted - sglang_fields()) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        ({"context_length": 9000}, r"engine\.context_length = 9000: the model's own is 8192"),
+        ({"device": "cpu", "tp_size": 2}, r"engine\.env\.SGLANG_CPU_OMP_THREADS_BIND"),
+        ({"args": {"pp_size": 2}}, r"engine\.args\.pp_size = 2 is refused"),
+        ({"kind": "simulated", "args": {"x": 1}}, r"engine\.args\.x: the simulated engine knows"),
+    ],
+)
+def test_what_can_be_known_before_a_start_is_refused_then(engine: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_engine(make_job(**engine), 8192)

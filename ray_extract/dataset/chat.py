@@ -224,6 +224,8 @@ def load_tokenizer(model: ModelConfig, model_path: str) -> Any:
             "install ray-extract[run], or give input_ids"
         ) from None
     local = Path(name).expanduser()
+    if not local.is_dir() and name.startswith(("/", ".", "~")):
+        raise ConfigError(f"{key}: no such folder; {way_out}")
     try:
         return AutoTokenizer.from_pretrained(
             str(local) if local.is_dir() else name,

@@ -1,9 +1,13 @@
 """What an engine is, to the host process that owns it."""
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+
+from ray_extract.config import Job
+from ray_extract.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,10 +60,45 @@ class Engine(Protocol):
         """Ask for these requests to end early; they still get answers."""
 
 
+SIMULATED_ARGS = ("tokens_per_s", "max_input_tokens", "poison_token", "reject_token", "nan_token")
+
+
+def check_simulated_args(args: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an argument that the simulated engine does not have."""
+    unknown = sorted(set(args) - set(SIMULATED_ARGS))
+    if unknown:
+        raise ConfigError(f"engine.args.{unknown[0]}: the simulated engine knows {', '.join(SIMULATED_ARGS)}")
+
+
+def check_engine(job: Job, context_length: int) -> None:
+    """Refuse what can be known to be wrong before an engine is started.
+
+    Args:
+        context_length: the model's own.
+
+    Raises:
+        ConfigError: names the field, its value and the way out.
+    """
+    from ray_extract.engine.sglang import server_args
+
+    engine = job.engine
+    if engine.kind == "simulated":
+        check_simulated_args(engine.args)
+        return
+    server_args(job)
+    if (engine.context_length or 0) > context_length:
+        raise ConfigError(f"engine.context_length = {engine.context_length}: the model's own is {context_length}")
+    ranks = engine.tp_size if engine.enable_dp_attention else engine.tp_size * engine.dp_size
+    binding = "SGLANG_CPU_OMP_THREADS_BIND"
+    if engine.device == "cpu" and ranks > 1 and binding not in engine.env and binding not in os.environ:
+        raise ConfigError(
+            f"engine.tp_size = {engine.tp_size}, engine.dp_size = {engine.dp_size} on the CPU: set "
+            f"engine.env.{binding} to the cores of each rank, such as 0|1"
+        )
+
+
 def open_engine(job: dict[str, Any]) -> Engine:
     """The engine that a job asks for; imports only that one."""
-    from ray_extract.config import Job
-
     parsed = Job.model_validate(job)
     if parsed.engine.kind == "simulated":
         from ray_extract.engine.simulated import SimulatedEngine

@@ -155,7 +155,12 @@ class SGLangEngine:
         unknown = sorted(set(self._job.engine.args) - known)
         if unknown:
             raise ConfigError(f"engine.args.{unknown[0]}: sglang {sglang.__version__} has no such argument")
-        self._engine = sglang.Engine(**{name: value for name, value in args.items() if name in known})
+        try:
+            self._engine = sglang.Engine(**{name: value for name, value in args.items() if name in known})
+        except (TypeError, ValueError, AssertionError) as error:
+            # What SGLang raises in this process is about its arguments; a scheduler that dies is a RuntimeError.
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"engine.args: sglang {sglang.__version__} refuses this engine: {reason}") from error
         self._routes = self._job.engine.dp_size > 1
         return EngineInfo(
             version=f"sglang {sglang.__version__}",

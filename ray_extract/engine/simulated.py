@@ -19,8 +19,7 @@ from ray_extract.capture.copier import TORCH_DTYPES, CpuCopier
 from ray_extract.capture.digest import splitmix64
 from ray_extract.capture.writer import Writer
 from ray_extract.config import Job
-from ray_extract.engine.base import Answer, EngineInfo
-from ray_extract.errors import ConfigError
+from ray_extract.engine.base import Answer, EngineInfo, check_simulated_args
 
 
 def simulated_states(
@@ -53,10 +52,7 @@ class SimulatedEngine:
     """
 
     def __init__(self, job: Job) -> None:
-        known = {"tokens_per_s", "max_input_tokens", "poison_token", "reject_token", "nan_token"}
-        unknown = sorted(set(job.engine.args) - known)
-        if unknown:
-            raise ConfigError(f"engine.args.{unknown[0]}: the simulated engine knows {', '.join(sorted(known))}")
+        check_simulated_args(job.engine.args)
         self._args = job.engine.args
         self._chunk = job.engine.chunked_prefill_size
         self._writer: Writer | None = None
