@@ -152,7 +152,9 @@ class SumsBuffer:
     def take(self, work: Work, input_ids: torch.Tensor) -> None:
         """Occupy the buffer with a new pass and keep its token ids; on the stream that the pass runs on.
 
-        The ids are copied in stream order with the pass, since they are SGLang's to reuse as soon as it ends.
+        The ids are copied in stream order with the pass: SGLang's eager runner keeps them in a static buffer that the
+        next pass overwrites (0.5.16 `model_executor/runner/eager_runner.py`, load_batch), and a side stream that reads
+        it later sometimes reads the next pass's ids. States are allocated anew in each pass.
         """
         if work.num_tokens > self._max_tokens:
             raise ValueError(f"a forward pass of {work.num_tokens} tokens; staging was sized for {self._max_tokens}")
