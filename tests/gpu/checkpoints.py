@@ -58,6 +58,7 @@ def _config(family: str) -> PretrainedConfig:
                 topk_group=2,
                 first_k_dense_replace=1,
                 routed_scaling_factor=1.0,
+                moe_layer_freq=1,  # SGLang reads it; Transformers has no such field of its own
                 rope_scaling=None,
             )
     raise ValueError(f"{family}: not one of {', '.join(FAMILIES)}")

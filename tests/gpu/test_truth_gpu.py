@@ -34,6 +34,7 @@ class GpuRig:
 
     def __init__(self, family: str, chunk: int, root: Path) -> None:
         self.folder = checkpoints.checkpoint(family, root)
+        self.experts = family in ("qwen3_moe", "deepseek_v3")
         job = Job.model_validate(
             {
                 "model": {"path": str(self.folder), "dtype": "bfloat16"},
@@ -84,6 +85,10 @@ class GpuRig:
                     out[-1].append(torch.from_numpy(raw).view(torch.bfloat16))
         return out
 
+    def _error(self, got: torch.Tensor, want: torch.Tensor) -> float:
+        """Of a row: its norm; with experts the median token's, since a rounding that flips a route moves a whole token."""
+        return token_error(got, want) if self.experts else error(got, want)
+
     def assert_true(self, rows: Sequence[Ids]) -> float:
         """Check every state of every row of enough tokens; returns the worst ratio."""
         worst = 0.0
@@ -91,8 +96,8 @@ class GpuRig:
             tensor = torch.from_numpy(ids.astype(np.int64))
             exact, theirs = self.fp32.states(tensor), self.bf16.states(tensor)
             for state, boundary in zip(states, (*BOUNDARIES, checkpoints.LAYERS), strict=True):
-                own = error(state.cuda().float(), exact[boundary])
-                other = error(theirs[boundary], exact[boundary])
+                own = self._error(state.cuda().float(), exact[boundary])
+                other = self._error(theirs[boundary], exact[boundary])
                 # One token's rounding is luck; from sixteen on the norm is steady.
                 limit = FACTOR if len(ids) >= 16 else 2.0
                 assert own <= limit * other, (len(ids), boundary, own, other)
@@ -103,6 +108,11 @@ class GpuRig:
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
     assert got.shape == want.shape
     return float((got - want).norm() / want.norm())
+
+
+def token_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    assert got.shape == want.shape
+    return float(((got - want).norm(dim=1) / want.norm(dim=1)).median())
 
 
 def prompts(lengths: Sequence[int], seed: int) -> list[Ids]:
@@ -177,4 +187,4 @@ def test_many_short_rows(gpu: GpuRig) -> None:
     for ids, states in zip(rows[:40], gpu.run(rows)[:40], strict=True):
         exact = gpu.fp32.states(torch.from_numpy(ids.astype(np.int64)))
         for state, boundary in zip(states, (*BOUNDARIES, checkpoints.LAYERS), strict=True):
-            assert error(state.cuda().float(), exact[boundary]) < 0.1
+            assert token_error(state.cuda().float(), exact[boundary]) < 0.1
