@@ -86,7 +86,7 @@ class GpuRig:
         return out
 
     def _error(self, got: torch.Tensor, want: torch.Tensor) -> float:
-        """Of a row: its norm; with experts the median token's, since a rounding that flips a route moves a whole token."""
+        """Of a row: its norm; with experts the median token's, since a flipped route moves a whole token."""
         return token_error(got, want) if self.experts else error(got, want)
 
     def assert_true(self, rows: Sequence[Ids]) -> float:
