@@ -119,11 +119,25 @@ class Rig:
 @contextmanager
 def rig(family: str, cache: Path, **options: Any) -> Iterator[Rig]:
     """A rig that is gone afterwards, with everything that it left in shared memory."""
-    made = Rig(family, cache, **options)
-    try:
-        yield made
-    finally:
-        made.extractor.stop()
+    with nothing_left():
+        made = Rig(family, cache, **options)
+        try:
+            yield made
+        finally:
+            made.extractor.stop()
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """What is done in it leaves nothing in shared memory, neither ours nor SGLang's nor Python's."""
+
+    def names() -> set[str]:
+        found = (path.name for path in Path("/dev/shm").iterdir())
+        return {name for name in found if name.startswith(("ray_extract-", "sglang_", "sem."))}
+
+    before = names()
+    yield
+    assert not names() - before
 
 
 def copy_out(captured: Captured) -> Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import CHUNK, TOLERANCE, Rig, prompts, rig
+from rig import CHUNK, TOLERANCE, Rig, nothing_left, prompts, rig
 
 from ray_extract.capture.digest import digest_tokens
 from ray_extract.errors import CaptureRefused
@@ -177,10 +177,11 @@ def test_two_data_parallel_ranks_write_one_image(checkpoints: Path) -> None:
 
 
 def test_an_engine_that_runs_in_another_type_is_refused_with_the_reason(checkpoints: Path) -> None:
-    with pytest.raises(CaptureRefused, match=r"the engine runs in torch\.float32, the plan stores BF16"):
+    refused = pytest.raises(CaptureRefused, match=r"the engine runs in torch\.float32, the plan stores BF16")
+    with nothing_left(), refused:
         Rig("llama", checkpoints, stored_dtype="BF16")
 
 
 def test_an_engine_without_the_plugin_serves_nothing(checkpoints: Path) -> None:
-    with pytest.raises(CaptureRefused, match="did not load the capture plugin"):
+    with nothing_left(), pytest.raises(CaptureRefused, match="did not load the capture plugin"):
         Rig("llama", checkpoints, env={"SGLANG_PLUGINS": "another"})

@@ -56,6 +56,11 @@ class Guard:
             self._process.stdin.flush()
 
 
+def semaphores(folder: Path) -> list[Path]:
+    """What the engine's processes would leave of Python's semaphores; engine.host gives them the folder's name."""
+    return list(folder.parent.glob(f"sem.{folder.name}-*"))
+
+
 def main() -> None:
     """Wait for the end of the pipe."""
     folder = Path(sys.argv[1])
@@ -76,7 +81,7 @@ def main() -> None:
     if group:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
-    for path in files:
+    for path in (*files, *semaphores(folder)):
         path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -14,6 +14,7 @@ import asyncio
 import dataclasses
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -38,6 +39,8 @@ def main() -> None:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     first = json.loads(sys.stdin.readline())
+    # Children inherit it. A killed process leaves its semaphores in /dev/shm; by this prefix they are known as ours.
+    multiprocessing.current_process()._config["semprefix"] = f"/{Path(first['folder']).name}"  # type: ignore[attr-defined]
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     loop.run_until_complete(_serve(first["job"], Path(first["folder"]), out))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray_extract.errors
-from ray_extract.capture.guard import Guard
+from ray_extract.capture.guard import Guard, semaphores
 from ray_extract.engine.base import Answer, EngineInfo
 from ray_extract.errors import CaptureRefused, EngineDied, EngineError
 
@@ -170,7 +170,7 @@ class EngineProcess:
             self._receive(json.loads(line))
         code = self._process.wait()
         kill_session(self._process.pid)
-        for path in list(self._shm_files):
+        for path in (*list(self._shm_files), *semaphores(self._folder)):
             path.unlink(missing_ok=True)
         with self._lock:
             self._gone.set()
