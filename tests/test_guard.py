@@ -74,7 +74,7 @@ def test_a_killed_workers_folder_files_and_engine_are_gone_within_seconds(
     things: tuple[Path, Path], with_children: bool
 ) -> None:
     """Ray may kill an actor's children with it; the guard is not among them."""
-    folder, small = things
+    folder, _ = things
     with owner(things, "watched") as (process, groups):
         before, engine = groups
         assert eventually(lambda: len(session_pids(engine)) == 3)
