@@ -15,11 +15,11 @@ setup: ## The environment, in .venv (or $RAY_EXTRACT_VENV); nothing to do the se
 demo: ## The main job on the CPU: a real model, real prompts, two engines, verified shards in demo-output/
 	@deploy/cpu/demo/demo.sh
 
-test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU (25 minutes on 2 cores)
+test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU (17 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
-test-fast: setup ## The tests that start no engine (3 minutes)
-	$(BIN)/python -m pytest -m "not engine"
+test-fast: setup ## The tests that start no engine and no cluster (3 minutes)
+	$(BIN)/python -m pytest -m "not engine and not ray"
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
