@@ -36,6 +36,7 @@ def section(result: dict[str, Any]) -> str:
         "",
         f"`{result['command']}`, {result['date']}, {gpus}, {result['machine']['cpus']} cores; {versions}.",
         "",
+        *([result["note"], ""] if "note" in result else []),
         "| case | metric | value | unit | goal |",
         "| --- | --- | --- | --- | --- |",
     ]

@@ -154,7 +154,7 @@ class SumsBuffer:
 
         The ids are copied in stream order with the pass: SGLang's eager runner keeps them in a static buffer that the
         next pass overwrites (0.5.16 `model_executor/runner/eager_runner.py`, load_batch), and a side stream that reads
-        it later sometimes reads the next pass's ids. States are allocated anew in each pass.
+        it later can read the next pass's ids. By reading, states are allocated anew in each pass.
         """
         if work.num_tokens > self._max_tokens:
             raise ValueError(f"a forward pass of {work.num_tokens} tokens; staging was sized for {self._max_tokens}")
