@@ -2,13 +2,16 @@
 
     python benchmarks/capture.py [--cases qwen3-8b,short-rows,deepseek-7168,long-row] [--pairs 5]
 
-Two engines stand on one GPU, one without the plugin and one with it, and take turns; the other one idles. Both get the
-same rows through the same pipe. A pair's figure is the ratio of the two rates; the result is the median of the pairs.
-Weights are random. Needs a GPU, 16 GiB of /dev/shm, and SGLang.
+Two engines of a shape stand on one GPU, one without the plugin and one with it, and take turns; the others idle. Both
+get the same rows through the same pipe. A pair's figure is the ratio of the two rates; the result is the median of the
+pairs. Weights are random. Needs a GPU of 140 GB, 16 GiB of /dev/shm for each shape, and SGLang.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,7 @@ from results import Row, write
 from shapes import SHAPES, write_shape
 
 from ray_extract.config import Job
-from ray_extract.engine.process import EngineProcess
+from ray_extract.engine.process import EngineProcess, session_pids
 from ray_extract.extractor import Extractor, ExtractorSetup
 from ray_extract.shards.image import RowTable, lay_out, row_table, write_table
 
@@ -54,7 +57,8 @@ CASES = {
     "long-row": Case("deepseek-7168", 1, 131072, 131072, 0.98),
 }
 BOUNDARIES = {"qwen3-8b": (2, 18, 33), "deepseek-7168": (2, 3, 5)}
-KV_TOKENS = 163840
+KV_TOKENS = {"qwen3-8b": 65536, "deepseek-7168": 163840}
+CHUNK = 8192
 
 
 class Pair:
@@ -68,7 +72,10 @@ class Pair:
                 "dataset": {"paths": "none"},
                 "output": {"url": "none"},
                 "capture": {"boundaries": BOUNDARIES[shape], "check": "off"},
-                "engine": {"args": {"max_total_tokens": KV_TOKENS, "mem_fraction_static": 0.85} | engine},
+                "engine": {
+                    "chunked_prefill_size": CHUNK,
+                    "args": {"max_total_tokens": KV_TOKENS[shape], "mem_fraction_static": 0.85} | engine,
+                },
             }
         )
         self.job = job.model_dump(mode="json")
@@ -85,14 +92,20 @@ class Pair:
             )
         )
         self.vocab = config["vocab_size"]
-        started = time.monotonic()
-        print(f"{shape}: {self.extractor.start()}, {time.monotonic() - started:.0f} s", flush=True)
-        arena, guard = self.extractor._arena, self.extractor._guard
-        assert arena is not None and guard is not None
-        self.arena = arena
-        command = [sys.executable, str(HERE / "bare_host.py")]
-        self.bare = EngineProcess(self.job, arena.folder, {}, work / "logs", guard, command)
-        self.bare.wait_ready(600)
+        self.chunk_bytes = CHUNK * (len(BOUNDARIES[shape]) + 1) * config["hidden_size"] * 2
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            started = time.monotonic()
+            captured = pool.submit(self.extractor.start)
+            while (guard := self.extractor._guard) is None and not captured.done():
+                time.sleep(0.1)
+            arena = self.extractor._arena
+            assert arena is not None and guard is not None, captured.exception()
+            self.arena = arena
+            command = [sys.executable, str(HERE / "bare_host.py")]
+            self.bare = EngineProcess(self.job, arena.folder, {}, work / "logs", guard, command)
+            self.bare.wait_ready(600)
+            print(f"{shape}: {captured.result()}, both after {time.monotonic() - started:.0f} s", flush=True)
+        self.registration = json.loads((arena.folder / "plugin.0.json").read_text())
 
     def stop(self) -> None:
         self.bare.kill()
@@ -121,20 +134,20 @@ class Pair:
             assert not captured.failures, list(captured.failures.values())[:3]
             return captured.seconds["extract"]
 
-    def memory(self) -> dict[str, int]:
-        """MiB of GPU memory of the two engines' processes."""
+    def memory_over_bare(self) -> int | None:
+        """MiB of GPU memory of the captured engine above the bare one's, as the driver counts it."""
         text = subprocess.run(
             ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=False,
         ).stdout
-        found = {}
-        for line in text.splitlines():
-            pid, _, mib = line.partition(",")
-            if mib.strip().isdigit():
-                found[pid.strip()] = int(mib)
-        return found
+        used = {int(pid): int(mib) for pid, mib in re.findall(r"(\d+), (\d+)", text)}
+        print("GPU memory, MiB by process:", used, flush=True)
+        engine = self.extractor._engine
+        assert engine is not None
+        captured, bare = (sum(used.get(pid, 0) for pid in session_pids(host.pid)) for host in (engine, self.bare))
+        return captured - bare if captured and bare else None
 
 
 def make_rows(case: Case, vocab: int, seed: int) -> RowTable:
@@ -164,6 +177,9 @@ def measure(name: str, pair: Pair, pairs: int) -> list[Row]:
     def a_pass(counter: str) -> float:
         return (after[counter] - before[counter]) / passes
 
+    over = pair.memory_over_bare()
+    three = round(3 * pair.chunk_bytes / 2**20)
+    memory = [] if over is None else [Row(name, "device memory over bare", over, "MiB", three, "lower")]
     return [
         Row(name, "captured/bare", round(statistics.median(ratios), 4), "ratio", case.goal),
         Row(name, "bare", round(statistics.median(bare)), "tokens/s"),
@@ -172,6 +188,10 @@ def measure(name: str, pair: Pair, pairs: int) -> list[Row]:
         Row(name, "wait", round(a_pass("wait_us") / 1000, 3), "ms a forward", None, "lower"),
         Row(name, "copies", round(a_pass("copies"), 1), "a forward", None, "lower"),
         Row(name, "bytes", round(a_pass("copied_bytes") / 2**20, 1), "MiB a forward"),
+        *memory,
+        Row(name, "arena registered", pair.registration["register_gib"], "GiB"),
+        Row(name, "registration", pair.registration["register_s"], "s, beside the loading of weights", None, "lower"),
+        Row(name, "registration waited for", pair.registration["register_wait_s"], "s", None, "lower"),
     ]
 
 
@@ -182,19 +202,23 @@ def main() -> None:
     parser.add_argument("--attention", default="fa3")
     args = parser.parse_args()
     names = args.cases.split(",")
+    shapes = list(dict.fromkeys(CASES[n].shape for n in names))
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for shape in dict.fromkeys(CASES[n].shape for n in names):
-            pair = Pair(shape, Path(folder), 14 << 30, {"attention_backend": args.attention})
-            try:
-                for name in [n for n in names if CASES[n].shape == shape]:
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(shapes)) as pool:
+        engine = {"attention_backend": args.attention}
+        starts = {shape: pool.submit(Pair, shape, Path(folder), 14 << 30, engine) for shape in shapes}
+        pairs = {shape: start.result() for shape, start in starts.items()}
+        try:
+            for name in names:
+                pair = pairs[CASES[name].shape]
+                try:
                     rows += measure(name, pair, args.pairs)
-                    write("capture", rows)
-            except BaseException:
-                print(pair.extractor._engine and pair.extractor._engine.log_tail(), flush=True)
-                raise
-            finally:
-                print("GPU memory, MiB by process:", pair.memory(), flush=True)
+                except BaseException:
+                    print(pair.extractor._engine and pair.extractor._engine.log_tail(), flush=True)
+                    raise
+                write("capture", rows)
+        finally:
+            for pair in pairs.values():
                 pair.stop()
     for row in rows:
         print(row)

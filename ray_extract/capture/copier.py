@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # For tests on a GPU: a synchronisation while copies are issued becomes an error.
 _FORBID_SYNC = os.environ.get("RAY_EXTRACT_FORBID_SYNC") == "1"
+# For tests on a GPU: clock cycles by which the copies of every pass are late, so that what may be overwritten, is.
+_DELAY_CYCLES = int(os.environ.get("RAY_EXTRACT_DELAY_COPIES", "0"))
 
 if TYPE_CHECKING:
     from ray_extract.capture.digest_cuda import SumsBuffer
@@ -116,6 +118,7 @@ class CudaCopier:
         self._buffers = [self._new_buffer() for _ in range(depth)]
         self._registered = threading.Event()
         self._register_error: BaseException | None = None
+        self._register_s = 0.0
         threading.Thread(target=self._register, name="ray_extract-register", daemon=True).start()
 
     def _register(self) -> None:
@@ -126,21 +129,30 @@ class CudaCopier:
             pointer, nbytes = self._data.data_ptr(), self._data.nbytes
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostRegister(pointer, nbytes, 0))
-            logger.info("ray_extract: registered %.1f GiB in %.1f s", nbytes / 2**30, time.monotonic() - start)
+            self._register_s = time.monotonic() - start
         except BaseException as error:
             self._register_error = error
         finally:
             self._registered.set()
 
-    def ready(self) -> None:
+    def ready(self) -> dict[str, float]:
         """Wait until the arena is registered with CUDA.
+
+        Returns:
+            register_gib: what was registered; register_s: how long it took; register_wait_s: how much of that here.
 
         Raises:
             RuntimeError: registration failed.
         """
+        start = time.monotonic()
         self._registered.wait()
         if self._register_error is not None:
             raise RuntimeError(f"cudaHostRegister of the arena failed: {self._register_error}")
+        return {
+            "register_gib": round(self._data.nbytes / 2**30, 2),
+            "register_s": round(self._register_s, 2),
+            "register_wait_s": round(time.monotonic() - start, 2),
+        }
 
     def _free_buffer(self) -> "SumsBuffer":
         """A buffer that no unpublished pass holds."""
@@ -164,6 +176,8 @@ class CudaCopier:
             torch.cuda.set_sync_debug_mode("error")
         try:
             with torch.cuda.stream(self._stream):
+                if _DELAY_CYCLES:
+                    torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
                 buffer.launch(work, states)
                 for run in work.runs:
                     for k, state in enumerate(states):

@@ -69,7 +69,8 @@ async def _serve(job: dict[str, Any], folder: Path, out: IO[str]) -> None:
         if message["op"] == "abort":
             engine.abort(message["rids"])
             continue
-        task = asyncio.create_task(_answer(engine, arena, message, send))
+        ids = np.frombuffer(arena.data, dtype=np.int32, count=message["count"], offset=message["offset"]).tolist()
+        task = asyncio.create_task(_answer(engine, message, ids, send))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
@@ -81,9 +82,8 @@ async def _end(send: Callable[..., None], error: str, reason: str) -> NoReturn:
         await asyncio.sleep(3600)
 
 
-async def _answer(engine: Engine, arena: AttachedArena, message: dict[str, Any], send: Any) -> None:
+async def _answer(engine: Engine, message: dict[str, Any], ids: list[int], send: Any) -> None:
     rid = message["rid"]
-    ids = np.frombuffer(arena.data, dtype=np.int32, count=message["count"], offset=message["offset"]).tolist()
     try:
         answer = await engine.generate(rid, ids, message["dp_rank"], message["new_tokens"])
     except Exception as error:

@@ -1,12 +1,18 @@
 """States captured on a GPU are no further from an fp32 reference than Hugging Face's own bf16 states are (x1.2).
 
-Never the one bf16 against the other: on long rows both drift.
+Never the one bf16 against the other: on long rows both drift. One engine for each mode. All start at once, since a
+start is mostly the import of SGLang, and wait for their turn.
 
     python -m pytest tests/gpu
+
+The worst ratios go to benchmarks/results/truth-gpu.json, from which docs/capture.md shows them.
 """
 
+import concurrent.futures
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from conftest import Ratios
 from numpy.typing import NDArray
 
 from ray_extract.capture.digest import digest_ids, digest_tokens
@@ -29,27 +36,61 @@ LENGTHS = (1, 16, 17, 511, 512, 513, 1792, 16384)
 Ids = NDArray[np.int32]
 
 
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One engine.
+
+    Args:
+        family: see checkpoints.FAMILIES.
+        chunk: tokens of a forward pass.
+        delay: clock cycles by which the copies of each pass are late; 1e8 is about 60 ms, ten passes of these models.
+        args: engine.args beside the common ones.
+    """
+
+    family: str
+    chunk: int = 8192
+    delay: int = 0
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+MODES = {
+    "llama, chunks of 512": Mode("llama", 512),
+    "llama, copies delayed": Mode("llama", 2048, 100_000_000),
+    "llama": Mode("llama"),
+    "qwen3": Mode("qwen3"),
+    "qwen3_moe": Mode("qwen3_moe"),
+    "deepseek_v3": Mode("deepseek_v3"),
+    "kimi_k25": Mode("kimi_k25"),
+}
+# SGLang 0.5.16 compiles its int4 kernels when they first run, which takes longer than all other modes together.
+INT4_MODES = {family: Mode(family, args={"watchdog_timeout": 1800}) for family in ("qwen3_int4", "kimi_k25_int4")}
+
+
 class GpuRig:
     """A real engine on the GPU behind an extractor, and the references."""
 
-    def __init__(self, family: str, chunk: int, root: Path) -> None:
-        self.folder = checkpoints.checkpoint(family, root)
-        self.experts = family in ("qwen3_moe", "deepseek_v3")
+    def __init__(self, name: str, folder: Path, ratios: Ratios) -> None:
+        mode = MODES[name]
+        self._name, self._ratios = name, ratios
+        self.folder = folder
+        self.experts = mode.family not in ("llama", "qwen3", "qwen3_int4")
         job = Job.model_validate(
             {
-                "model": {"path": str(self.folder), "dtype": "bfloat16"},
+                "model": {"path": str(folder), "dtype": "bfloat16"},
                 "dataset": {"paths": "none"},
                 "output": {"url": "none"},
                 "capture": {"boundaries": BOUNDARIES},
                 "engine": {
-                    "chunked_prefill_size": chunk,
+                    "chunked_prefill_size": mode.chunk,
                     "args": {
-                        "mem_fraction_static": 0.4,
+                        # others take memory at the same time, so the cache is sized by tokens
+                        "mem_fraction_static": 0.85,
                         "max_total_tokens": 65536,
                         "enable_mixed_chunk": True,
                         "attention_backend": "fa3",
+                        **mode.args,
                     },
-                    "env": {"RAY_EXTRACT_FORBID_SYNC": "1"},
+                    "env": {"RAY_EXTRACT_FORBID_SYNC": "1", "RAY_EXTRACT_DELAY_COPIES": str(mode.delay)},
                 },
             }
         )
@@ -60,11 +101,16 @@ class GpuRig:
                 dtype="BF16",
                 hidden=checkpoints.HIDDEN,
                 vocab_size=checkpoints.VOCAB,
-                arena_bytes=2 << 30,
-                log_dir=str(root / "logs"),
+                arena_bytes=1 << 30,
+                log_dir=str(folder.parent / "logs"),
             )
         )
+        began = time.monotonic()
         self.extractor.start()
+        self.start_s = time.monotonic() - began
+
+    def load_references(self) -> None:
+        """Put Transformers beside the engine; only while its tests run."""
         self.fp32 = checkpoints.Reference(self.folder, torch.float32)
         self.bf16 = checkpoints.Reference(self.folder, torch.bfloat16)
 
@@ -85,24 +131,35 @@ class GpuRig:
                     out[-1].append(torch.from_numpy(raw).view(torch.bfloat16))
         return out
 
-    def _error(self, got: torch.Tensor, want: torch.Tensor) -> float:
-        """Of a row: its norm; with experts the median token's, since a flipped route moves a whole token."""
-        return token_error(got, want) if self.experts else error(got, want)
+    def assert_true(self, rows: Sequence[Ids]) -> None:
+        """Check every state of every row against fp32, and note the ratios to Transformers' own error.
 
-    def assert_true(self, rows: Sequence[Ids]) -> float:
-        """Check every state of every row of enough tokens; returns the worst ratio."""
-        worst = 0.0
+        With experts, rounding may send a token to another one, and what that does to a row is luck: a row's ratio is
+        between a half and two. So there the mean over the rows of the median token's error is compared; and each row's
+        own must be small, where that of a wrong row would be about 1.4.
+        """
+        found: dict[int, list[tuple[float, float]]] = {b: [] for b in (*BOUNDARIES, checkpoints.LAYERS)}
         for ids, states in zip(rows, self.run(rows), strict=True):
             tensor = torch.from_numpy(ids.astype(np.int64))
             exact, theirs = self.fp32.states(tensor), self.bf16.states(tensor)
-            for state, boundary in zip(states, (*BOUNDARIES, checkpoints.LAYERS), strict=True):
-                own = self._error(state.cuda().float(), exact[boundary])
-                other = self._error(theirs[boundary], exact[boundary])
+            for state, boundary in zip(states, found, strict=True):
+                measure = token_error if self.experts else error
+                own = measure(state.cuda().float(), exact[boundary])
+                other = measure(theirs[boundary], exact[boundary])
                 # One token's rounding is luck; from sixteen on the norm is steady.
-                limit = FACTOR if len(ids) >= 16 else 2.0
-                assert own <= limit * other, (len(ids), boundary, own, other)
-                worst = max(worst, own / other)
-        return worst
+                steady = len(ids) >= 16
+                limit = 0.7 if self.experts else (FACTOR if steady else 2.0) * other
+                assert own <= limit, (len(ids), boundary, own, other)
+                if steady:
+                    found[boundary].append((own, other))
+        for boundary, pairs in found.items():
+            if not self.experts:
+                for own, other in pairs:
+                    self._ratios.add(self._name, own / other)
+            elif len(pairs) >= 24:
+                own, other = np.mean(pairs, axis=0).tolist()
+                assert own <= FACTOR * other, (boundary, own, other)
+                self._ratios.add(self._name, own / other)
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -120,24 +177,32 @@ def prompts(lengths: Sequence[int], seed: int) -> list[Ids]:
     return [rng.integers(0, checkpoints.VOCAB, n).astype(np.int32) for n in lengths]
 
 
-MODES = [("llama", 512), ("llama", 8192), ("qwen3", 8192), ("qwen3_moe", 8192), ("deepseek_v3", 8192)]
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory, ratios: Ratios) -> Iterator[dict[str, Future[GpuRig]]]:
+    """All engines, started at once; one that does not start fails the tests of its mode only."""
+    root = tmp_path_factory.mktemp("gpu")
+    ratios.modes = set(MODES)
+    folders = {family: checkpoints.checkpoint(family, root) for family in {m.family for m in MODES.values()}}
+    with concurrent.futures.ThreadPoolExecutor(len(MODES)) as pool:
+        rigs = {name: pool.submit(GpuRig, name, folders[m.family], ratios) for name, m in MODES.items()}
+        yield rigs
+        for rig in rigs.values():
+            if rig.exception() is None:
+                rig.result().extractor.stop()
 
 
-@pytest.fixture(scope="module", params=MODES, ids=lambda m: f"{m[0]}-{m[1]}")
-def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuRig]:
-    root = tmp_path_factory.getbasetemp() / "gpu"
-    root.mkdir(exist_ok=True)
-    made = GpuRig(*request.param, root)
-    yield made
-    made.extractor.stop()
-    del made
+@pytest.fixture(scope="module", params=MODES)
+def gpu(request: pytest.FixtureRequest, fleet: dict[str, Future[GpuRig]]) -> Iterator[GpuRig]:
+    rig = fleet[request.param].result()
+    rig.load_references()
+    yield rig
+    rig.extractor.stop()
+    del rig.fp32, rig.bf16
     torch.cuda.empty_cache()
 
 
-def test_rows_of_every_length_are_as_near_to_fp32_as_hugging_face(gpu: GpuRig, record_property: Any) -> None:
-    worst = gpu.assert_true(prompts(LENGTHS, 1))
-    record_property("worst_ratio", worst)
-    print(f"worst error over Hugging Face bf16's: {worst:.3f}")
+def test_rows_of_every_length_are_as_near_to_fp32_as_hugging_face(gpu: GpuRig) -> None:
+    gpu.assert_true(prompts((*LENGTHS, *range(40, 1000, 40)), 1))
 
 
 def test_rows_beside_decoding_requests(gpu: GpuRig) -> None:
@@ -171,7 +236,7 @@ def test_an_abort_in_mid_chunk_leaves_the_extent_to_other_rows(gpu: GpuRig) -> N
     base = extent.offset + layout.tensors["input_ids"].offset
     futures = [engine.submit(rid, base + 4 * int(table.cu_seqlens[row]), len(old[row])) for row, rid in enumerate(rids)]
     deadline = time.monotonic() + 60
-    while not arena.control.covered[extent.slot].any():
+    while not arena.control.covered[extent.slot, :2].any():
         assert time.monotonic() < deadline
     engine.abort(rids)
     arena.retire(extent, lambda: engine.alive)
@@ -184,7 +249,11 @@ def test_an_abort_in_mid_chunk_leaves_the_extent_to_other_rows(gpu: GpuRig) -> N
 def test_many_short_rows(gpu: GpuRig) -> None:
     rng = np.random.default_rng(11)
     rows = prompts(rng.integers(1, 64, 600).tolist(), 12)
+    errors = []
     for ids, states in zip(rows[:40], gpu.run(rows)[:40], strict=True):
         exact = gpu.fp32.states(torch.from_numpy(ids.astype(np.int64)))
         for state, boundary in zip(states, (*BOUNDARIES, checkpoints.LAYERS), strict=True):
-            assert token_error(state.cuda().float(), exact[boundary]) < 0.1
+            errors.append(token_error(state.cuda().float(), exact[boundary]))
+    # A state in another's place is off by about 1.4; a single token with another expert by up to 0.6.
+    assert max(errors) < (0.7 if gpu.experts else 0.1)
+    assert np.median(errors) < 0.1
