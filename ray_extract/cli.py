@@ -43,6 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--recompute", type=_count, default=0, metavar="N", help="recompute N random rows with transformers"
     )
     verify.add_argument("--model", metavar="PATH", help="checkpoint for --recompute")
+    verify.add_argument(
+        "--boundary",
+        type=_count,
+        action="append",
+        default=[],
+        metavar="B",
+        help="recompute this state only, so load only the layers below it; may be given several times",
+    )
     verify.add_argument("--seed", type=int, default=0, help="which rows --recompute takes")
     verify.set_defaults(action=_verify)
 
@@ -112,7 +120,14 @@ def _verify(args: argparse.Namespace) -> int:
     from ray_extract.verify import verify
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
-    report = verify(args.url, _options(args.option), recompute=args.recompute, seed=args.seed, model_path=args.model)
+    report = verify(
+        args.url,
+        _options(args.option),
+        recompute=args.recompute,
+        seed=args.seed,
+        model_path=args.model,
+        boundaries=args.boundary,
+    )
     _print(*report.lines())
     return 0 if report.ok else EXIT_NOT_VERIFIED
 

@@ -14,7 +14,8 @@ from ray_extract.errors import ConfigError
 SAMPLE_BYTES = 64 << 10
 
 _HUB_NAME = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+"""Sections of a multimodal config.json that hold the language model."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
@@ -89,7 +90,7 @@ class _Fields:
     """Fields of a config.json; a multimodal model keeps those of its language model in a nested section."""
 
     def __init__(self, tree: dict[str, Any], path: str) -> None:
-        nested: dict[str, Any] = next((tree[name] for name in _TEXT_CONFIGS if isinstance(tree.get(name), dict)), {})
+        nested: dict[str, Any] = next((tree[name] for name in TEXT_CONFIGS if isinstance(tree.get(name), dict)), {})
         self._merged = {**tree, **{k: v for k, v in nested.items() if v is not None}}
         self._top = tree
         self._path = path

@@ -7,14 +7,15 @@ that type too, and the stored states must be about as near to the fp32 reference
 """
 
 import dataclasses
+import gc
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ray_extract.errors import ConfigError
+from ray_extract.reference_model import dtype_name, first_line, load_below, load_whole, out_of_memory, way_out
 
 FP32_TOLERANCE = 1e-5
 """Largest error of a token whose state is stored in fp32."""
@@ -77,20 +78,28 @@ class StateError:
         return f"{text}; Transformers' own {self.reference_p50:.2e}, {self.reference_max:.2e}"
 
 
-def state_errors(rows: Sequence[StoredRow], model_path: str) -> list[StateError]:
+def state_errors(rows: Sequence[StoredRow], model_path: str, *, layers: int | None = None) -> list[StateError]:
     """Run Transformers over the rows, one by one, on the GPU if there is one.
 
     Args:
         rows: at least one, all with the same states in the same types.
         model_path: the checkpoint's folder.
+        layers: load the embeddings and this many layers only, for states at boundaries 0 .. layers; all when absent.
 
     Raises:
-        ConfigError: Transformers is missing, or cannot load the checkpoint; a state that it does not hand out.
+        ConfigError: Transformers is missing, or cannot load the checkpoint; a tensor that it lacks; too little memory;
+            a state that it does not hand out.
     """
     names = list(rows[0].states)
     dtypes = {name: rows[0].states[name].dtype for name in names}
-    truth = _hidden_states(model_path, torch.float32, rows, names)
-    own = {dtype: _hidden_states(model_path, dtype, rows, names) for dtype in set(dtypes.values()) - {torch.float32}}
+    truth = _hidden_states(model_path, torch.float32, rows, names, layers)
+    own = {}
+    for dtype in set(dtypes.values()) - {torch.float32}:
+        # A model that was used is in cycles, and two may be more than fits.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        own[dtype] = _hidden_states(model_path, dtype, rows, names, layers)
     found = []
     for name in names:
         errors = _errors([row.states[name].float().numpy() for row in rows], [t[name] for t in truth])
@@ -100,7 +109,7 @@ def state_errors(rows: Sequence[StoredRow], model_path: str) -> list[StateError]
         found.append(
             StateError(
                 name=name,
-                dtype=str(dtypes[name]).removeprefix("torch."),
+                dtype=dtype_name(dtypes[name]),
                 tokens=len(errors),
                 p50=float(np.median(errors)),
                 max=float(errors.max()),
@@ -123,40 +132,35 @@ def _errors(found: Iterable[F32], truth: Iterable[F32]) -> npt.NDArray[np.float6
 
 
 def _hidden_states(
-    model_path: str, dtype: torch.dtype, rows: Sequence[StoredRow], names: Sequence[str]
+    model_path: str, dtype: torch.dtype, rows: Sequence[StoredRow], names: Sequence[str], layers: int | None
 ) -> list[dict[str, F32]]:
     """States at the rows' stored positions, as Transformers computes them in `dtype`; each [kept, H]."""
-    model = _load(model_path, dtype)
     found: list[dict[str, F32]] = []
-    with torch.inference_mode():
-        for row in rows:
-            ids = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
-            # The inner model: the logits of a long row would take more memory than everything else.
-            states = model.base_model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
-            at = torch.from_numpy(row.positions).to(model.device)
-            picked = {name: states[_index(name, len(states))][0][at] for name in names}
-            found.append({name: state.float().cpu().numpy() for name, state in picked.items()})
+    try:
+        # The inner model: the logits of a long row would take more memory than everything else.
+        model = load_whole(model_path, dtype).base_model if layers is None else load_below(model_path, layers, dtype)
+        with torch.inference_mode():
+            for row in rows:
+                ids = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
+                states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+                at = torch.from_numpy(row.positions).to(model.device)
+                picked = {name: states[_index(name, len(states), layers)][0][at] for name in names}
+                found.append({name: state.float().cpu().numpy() for name, state in picked.items()})
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"--recompute: {model_path}: out of memory in {dtype_name(dtype)} ({first_line(error)}); {way_out(layers)}"
+        ) from None
     return found
 
 
-def _index(name: str, count: int) -> int:
-    """Place of a state in the tuple of N + 1 that Transformers returns."""
+def _index(name: str, count: int, layers: int | None) -> int:
+    """Place of a state in the tuple of N + 1 that Transformers returns; the last of a cut model had no norm."""
     which = name.removeprefix("state.")
-    if which == "final":
+    if which == "final" and layers is None:
         return count - 1
     boundary = int(which)
-    if not 0 <= boundary < count - 1:
+    if not 0 <= boundary < (count if layers is not None else count - 1):
         raise ConfigError(f"--recompute: {name}: this checkpoint has {count - 1} layers, so it is another model")
     return boundary
-
-
-def _load(model_path: str, dtype: torch.dtype) -> Any:
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError(f"--recompute needs Hugging Face Transformers, which does not load: {error}") from None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"--recompute: {model_path}: Transformers cannot load it: {error}") from None

@@ -13,17 +13,20 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from ray_extract import layout
+from ray_extract.config import ModelConfig
 from ray_extract.dataset.prepare import PreparedRow, reason_kind
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.errors import ConfigError, NotFound, PlanError, ShardError
-from ray_extract.ledger import MANIFEST_SCHEMA, Ledger, RowHead, manifest_rows, read_manifest
+from ray_extract.ledger import MANIFEST_SCHEMA, Ledger, RowHead, RunIdentity, manifest_rows, read_manifest
+from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import load_plan, show_bytes
 from ray_extract.records import Receipt, RowStatus, Unit
 from ray_extract.shards.base import Shard
@@ -59,6 +62,8 @@ class VerifyReport:
         skipped, failed: rows by kind of reason.
         errors: of the recomputed rows, see recompute.state_errors.
         recomputed: how many rows those were.
+        boundaries: those recomputed without the rest of the model; none for all states.
+        model_note: why the checkpoint could not be compared with the run's, if it could not.
         problems: the first MAX_PROBLEMS.
         problem_count: all of them.
     """
@@ -77,6 +82,8 @@ class VerifyReport:
     failed: dict[str, int] = dataclasses.field(default_factory=dict)
     errors: "list[StateError]" = dataclasses.field(default_factory=list)
     recomputed: int = 0
+    boundaries: tuple[int, ...] = ()
+    model_note: str = ""
     problems: list[str] = dataclasses.field(default_factory=list)
     problem_count: int = 0
 
@@ -96,6 +103,7 @@ class VerifyReport:
         kinds = [f"          {n:,} skipped: {kind}" for kind, n in sorted(self.skipped.items())]
         kinds += [f"          {n:,} failed: {kind}" for kind, n in sorted(self.failed.items())]
         more = self.problem_count - len(self.problems)
+        part = f", no further than boundary {max(self.boundaries)}" if self.boundaries else ""
         return [
             f"output    {self.url}",
             f"rows      {self.rows:,} = {self.rows_ok:,} ok + {self.rows_skipped:,} skipped "
@@ -103,7 +111,8 @@ class VerifyReport:
             *kinds,
             f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored",
             f"shards    {self.committed:,} of {self.units:,}, {show_bytes(self.nbytes)}",
-            *([f"recompute {self.recomputed} rows with Transformers"] if self.errors else []),
+            *([f"recompute {self.recomputed} rows with Transformers{part}"] if self.errors else []),
+            *([f"          {self.model_note}"] if self.errors and self.model_note else []),
             *(f"          {error}{'' if error.ok else '  <-- too far'}" for error in self.errors),
             *(f"PROBLEM   {problem}" for problem in self.problems),
             *([f"          and {more:,} problems more"] if more else []),
@@ -139,6 +148,7 @@ def verify(
     recompute: int = 0,
     seed: int = 0,
     model_path: str | None = None,
+    boundaries: Collection[int] = (),
 ) -> VerifyReport:
     """Verify the output of a run.
 
@@ -147,19 +157,27 @@ def verify(
         recompute: recompute this many random rows with Transformers; needs torch and transformers.
         seed: which rows those are.
         model_path: the checkpoint for it.
+        boundaries: recompute these states only, and load no more of the checkpoint than is below them.
 
     Raises:
-        ConfigError: no run at this URL; recompute without a model, or a model that cannot be loaded.
+        ConfigError: no run at this URL; recompute without a model, or a model that cannot be loaded or is not the
+            run's; boundaries without recompute, or one that is not stored.
         IdentityMismatch: the run is of another release.
         PlanError: the plan itself is damaged, so that nothing can be compared with it.
         StoreError: the store failed; a missing object is a problem in the report instead.
     """
     if recompute and model_path is None:
         raise ConfigError("--recompute needs the checkpoint that the run used; name its folder with --model")
+    if boundaries and not recompute:
+        raise ConfigError("--boundary says what --recompute does; say with --recompute N how many rows")
     store = open_store(url, storage_options)
-    expected, index, units = _read_run(store)
+    identity, expected, index, units = _read_run(store)
     skipped = sum(index.skipped.values())
     report = VerifyReport(url=store.url, rows=index.rows, units=len(units), skipped=index.skipped, rows_skipped=skipped)
+    if recompute and model_path is not None:
+        # Before the shards are read, which may take hours.
+        report.boundaries = _stored(boundaries, identity.capture["boundaries"])
+        report.model_note = _check_model(model_path, identity, report.boundaries)
     ledger = Ledger(store)
     done = _committed(ledger, units, report)
     rows = _Locked(PreparedRows(store, index))
@@ -193,7 +211,7 @@ class _Locked:
             return self._rows.read(first, end)
 
 
-def _read_run(store: Store) -> tuple[_Expected, RowIndex, list[Unit]]:
+def _read_run(store: Store) -> tuple[RunIdentity, _Expected, RowIndex, list[Unit]]:
     identity = Ledger(store).identity()
     if identity is None:
         raise ConfigError(f"{store.url}: no {layout.RUN_KEY}, so this is no output of ray_extract; check the URL")
@@ -203,7 +221,57 @@ def _read_run(store: Store) -> tuple[_Expected, RowIndex, list[Unit]]:
         index, units = load_plan(store)
     except NotFound:
         raise ConfigError(f"{store.url}: the run has no plan yet; nothing to verify") from None
-    return _Expected(capture["keep"], identity.format["shards"], columns), index, units
+    return identity, _Expected(capture["keep"], identity.format["shards"], columns), index, units
+
+
+def _stored(asked: Collection[int], stored: Sequence[int]) -> tuple[int, ...]:
+    """The boundaries asked for, ascending and once each."""
+    for boundary in asked:
+        if boundary not in stored:
+            have = ", ".join(map(str, stored)) or "none, only the final state"
+            raise ConfigError(f"--boundary {boundary}: the run did not store it; it stored {have}")
+    return tuple(sorted(set(asked)))
+
+
+def _check_model(path: str, identity: RunIdentity, boundaries: Sequence[int]) -> str:
+    """Compare a checkpoint with the run's; says why if that is impossible and not needed.
+
+    The fingerprint needs all weight files. As far as a boundary some of them are enough, and states that agree are
+    proof of the weights.
+
+    Raises:
+        ConfigError: another checkpoint, none at all, or a run of random weights.
+    """
+    run = identity.model
+    if run.get("weights") == "random":
+        raise ConfigError(
+            "--recompute: the run's weights were random (model.load_format = dummy), so no checkpoint has them"
+        )
+    if boundaries and not Path(path).expanduser().is_dir():
+        raise ConfigError(f"--model {path}: no such folder; --boundary needs the checkpoint in a local one")
+    found = _describe(path, run["dtype"], "dummy" if boundaries else "auto")
+    pairs = [("architecture", found.architecture, run["architecture"])]
+    pairs += [("hidden size", str(found.hidden), str(identity.capture["hidden"]))]
+    note = ""
+    try:
+        whole = _describe(path, run["dtype"], "auto") if boundaries else found
+        pairs += [("fingerprint of config.json and weights", whole.fingerprint[:16], run["fingerprint"][:16])]
+    except ConfigError as error:
+        note = f"the weights could not be compared with the run's by their fingerprint: {error}"
+    for what, ours, theirs in pairs:
+        if ours != theirs:
+            raise ConfigError(
+                f"--model {path}: not the checkpoint of this run: its {what} is {ours}, the run's {theirs}; "
+                "give the one that the job's model.path named"
+            )
+    return note
+
+
+def _describe(path: str, dtype: str, load_format: Literal["auto", "dummy"]) -> ModelShape:
+    try:
+        return describe_model(ModelConfig.model_validate({"path": path, "dtype": dtype, "load_format": load_format}))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"model.path = {path!r}", f"--model {path}")) from None
 
 
 def _committed(ledger: Ledger, units: Sequence[Unit], report: VerifyReport) -> list[Unit]:
@@ -362,7 +430,8 @@ def _recompute(
     except ImportError as error:
         raise ConfigError(f"--recompute needs PyTorch, which does not load: {error}") from None
     try:
-        rows = HiddenStates(url, storage_options=storage_options)
+        names = [f"state.{boundary}" for boundary in report.boundaries]
+        rows = HiddenStates(url, names or None, storage_options=storage_options)
         picked = np.random.default_rng(seed).permutation(len(rows))[:count].tolist()
         stored = [
             StoredRow(
@@ -376,7 +445,7 @@ def _recompute(
         report.add(f"--recompute: {error}")
         return
     report.recomputed = len(stored)
-    report.errors = state_errors(stored, model_path)
+    report.errors = state_errors(stored, model_path, layers=max(report.boundaries, default=None))
     for state in report.errors:
         if not state.ok:
             report.add(f"--recompute: {state}")

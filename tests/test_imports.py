@@ -23,7 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("dataset",),
     ("shards",),
-    ("ledger", "plan", "recompute"),
+    ("ledger", "plan", "recompute", "reference_model"),
     ("engine",),
     ("extractor",),
     ("worker", "leases", "progress", "readers"),

@@ -14,6 +14,15 @@ LAYERS = 4
 NAMES = {"state.1": 1, "state.3": 3, "state.final": LAYERS}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models as small as these only wait for their threads where other processes compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Folder of a tiny random Llama."""

@@ -138,3 +138,33 @@ def test_verify_ends_with_one_when_a_shard_was_altered(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert cli.main(["verify", output.url]) == cli.EXIT_NOT_VERIFIED
     assert shard.name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--boundary", "1"], "--boundary says what --recompute does; say with --recompute N how many rows"),
+        (["--recompute", "2"], "--recompute needs the checkpoint that the run used; name its folder with --model"),
+        (["--recompute", "2", "--model", ".", "--boundary", "1", "--boundary", "2"], "it stored 1, 3"),
+        (["--recompute", "2", "--model", "nowhere", "--boundary", "1"], "--model nowhere: no such folder"),
+        (["--recompute", "2", "--model", ".", "--boundary", "1"], "--model .: no config.json in it"),
+        (["--recompute", "2", "--model", "."], "--model .: no config.json in it"),
+    ],
+)
+def test_verify_says_in_a_line_what_recomputing_lacks(
+    args: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = outputs.make_output(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["verify", output.url, *args]) == 2
+    out, err = capsys.readouterr()
+    (line,) = lines_of(err)
+    assert told in line and out == ""
+
+
+@pytest.mark.parametrize("value", ["-1", "two", "1.5"])
+def test_verify_wants_whole_boundaries(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["verify", "somewhere", "--boundary", value])
+    assert ended.value.code == 2
+    assert "argument --boundary" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -10,14 +11,26 @@ import pytest
 import torch
 from models import LAYERS, VOCAB, hf_states, tiny_model
 from outputs import NAMES, make_output, random_states
+from safetensors.torch import load_file, save_file
 
-from ray_extract import layout
+from ray_extract import cli, layout
+from ray_extract.config import ModelConfig
 from ray_extract.errors import ConfigError
+from ray_extract.model import describe_model
 from ray_extract.readers.dataset import HiddenStates
 from ray_extract.verify import MAX_PROBLEMS, verify
 
 FORMATS = ["raw", "parquet"]
 HIDDEN = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models as small as these only wait for their threads where other processes compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def snapshot(folder):
@@ -240,12 +253,38 @@ def model_states(folder):
     return states
 
 
+def run_of(output, model, **changes):
+    """Make an output's run.json that of a run of this checkpoint."""
+    shape = describe_model(ModelConfig(path=str(model)))
+    fields = {"fingerprint": shape.fingerprint, "architecture": shape.architecture, **changes}
+    run = Path(output.url) / "run.json"
+    edit_json(run, lambda r: r["identity"]["model"].update(fields))
+    return output
+
+
+def two_files(model, folder):
+    """The checkpoint with layers from 2 on, the final norm and the LM head in a file of their own."""
+    files = {"lower.safetensors": {}, "upper.safetensors": {}}
+    for name, tensor in load_file(model / "model.safetensors").items():
+        layer = re.search(r"layers\.(\d+)", name)
+        lower = int(layer[1]) < 2 if layer else "embed" in name
+        files["lower.safetensors" if lower else "upper.safetensors"][name] = tensor
+    folder.mkdir()
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+    index = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_bytes((model / "config.json").read_bytes())
+    return folder
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_recomputing_rows_with_transformers(tmp_path, format):
     model = tiny_model("llama", tmp_path / "models")
     output = make_output(
         tmp_path, format=format, dtype="float32", hidden=HIDDEN, vocab=VOCAB, failed=[4], states=model_states(model)
     )
+    run_of(output, model)
     report = verify(output.url, recompute=3, seed=1, model_path=str(model))
     assert report.ok, report.problems
     assert report.recomputed == 3
@@ -258,9 +297,82 @@ def test_recomputing_rows_with_transformers(tmp_path, format):
 
 def test_made_up_states_do_not_pass_recomputing(tmp_path):
     model = tiny_model("llama", tmp_path / "models")
-    output = make_output(tmp_path, hidden=HIDDEN, vocab=VOCAB, states=random_states(HIDDEN))
+    output = run_of(make_output(tmp_path, hidden=HIDDEN, vocab=VOCAB, states=random_states(HIDDEN)), model)
     assert verify(output.url).ok
     report = verify(output.url, recompute=2, model_path=str(model))
     assert [error.ok for error in report.errors] == [False] * 3
     assert sum("--recompute: state." in problem for problem in report.problems) == 3
     assert any(np.isfinite(error.p50) and error.p50 > 0.5 for error in report.errors)
+    below = verify(output.url, recompute=2, model_path=str(model), boundaries=[1])
+    assert [error.name for error in below.errors if not error.ok] == ["state.1"]
+
+
+@pytest.fixture
+def half(tmp_path):
+    """An output of a checkpoint in two files, and the checkpoint."""
+    model = tiny_model("llama", tmp_path / "models")
+    output = make_output(tmp_path, dtype="float32", hidden=HIDDEN, vocab=VOCAB, states=model_states(model))
+    folder = two_files(model, tmp_path / "half")
+    return run_of(output, folder), folder
+
+
+@pytest.mark.parametrize(("boundaries", "names"), [([1], ["state.1"]), ([3, 1, 3], ["state.1", "state.3"])])
+def test_recomputing_some_boundaries(half, boundaries, names):
+    output, model = half
+    report = verify(output.url, recompute=3, model_path=str(model), boundaries=boundaries)
+    assert report.ok, report.problems
+    assert [error.name for error in report.errors] == names
+    assert all(error.max < 1e-6 for error in report.errors)
+    assert f"recompute 3 rows with Transformers, no further than boundary {max(boundaries)}" in report.lines()
+
+
+def test_the_command_takes_several_boundaries(half, capsys):
+    output, model = half
+    args = ["verify", output.url, "--recompute", "2", "--model", str(model), "--boundary", "3", "--boundary", "1"]
+    assert cli.main(args) == 0
+    out = capsys.readouterr().out
+    assert "recompute 2 rows with Transformers, no further than boundary 3" in out
+    assert "state.1 (float32" in out and "state.3 (float32" in out and "state.final" not in out
+
+
+def test_a_boundary_needs_only_the_files_of_the_layers_below_it(half):
+    output, model = half
+    (model / "upper.safetensors").unlink()
+    report = verify(output.url, recompute=3, model_path=str(model), boundaries=[1])
+    assert report.ok and report.errors[0].max < 1e-6
+    assert any("could not be compared with the run's" in line and "upper.safeten" in line for line in report.lines())
+    with pytest.raises(ConfigError, match=r"upper\.safetensors is missing, and model\.layers\.2\..* is needed"):
+        verify(output.url, recompute=3, model_path=str(model), boundaries=[3])
+    with pytest.raises(ConfigError, match=r"--model .*half: 1 weight file\(s\) of its index are missing"):
+        verify(output.url, recompute=3, model_path=str(model))
+
+
+@pytest.mark.parametrize("boundaries", [[], [1]])
+def test_another_checkpoint_than_the_runs_is_refused_before_anything_is_read(half, boundaries, monkeypatch):
+    output, model = half
+    monkeypatch.setattr("ray_extract.verify._check_unit", None)
+    for change, told in (
+        ({"fingerprint": "0" * 64}, r"not the checkpoint of this run: its fingerprint of config\.json and weights is"),
+        ({"architecture": "OtherForCausalLM"}, "its architecture is LlamaForCausalLM, the run's OtherForCausalLM"),
+        ({"weights": "random"}, r"the run's weights were random \(model\.load_format = dummy\)"),
+    ):
+        run_of(output, model, **({"weights": "checkpoint"} | change))
+        with pytest.raises(ConfigError, match=told):
+            verify(output.url, recompute=1, model_path=str(model), boundaries=boundaries)
+    run_of(output, model, weights="checkpoint", architecture="OtherForCausalLM")
+    (model / "upper.safetensors").unlink()
+    with pytest.raises(ConfigError, match="its architecture is" if boundaries else "1 weight file"):
+        verify(output.url, recompute=1, model_path=str(model), boundaries=boundaries)
+
+
+def test_boundaries_that_cannot_be_recomputed_are_clear_errors(half):
+    output, model = half
+    with pytest.raises(ConfigError, match="--boundary 2: the run did not store it; it stored 1, 3"):
+        verify(output.url, recompute=1, model_path=str(model), boundaries=[1, 2])
+    with pytest.raises(ConfigError, match="say with --recompute N how many rows"):
+        verify(output.url, model_path=str(model), boundaries=[1])
+    with pytest.raises(ConfigError, match="--model no/where: no such folder"):
+        verify(output.url, recompute=1, model_path="no/where", boundaries=[1])
+    edit_json(Path(output.url) / "run.json", lambda r: r["identity"]["capture"].update(boundaries=[]))
+    with pytest.raises(ConfigError, match="it stored none, only the final state"):
+        verify(output.url, recompute=1, model_path=str(model), boundaries=[1])
