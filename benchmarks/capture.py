@@ -11,9 +11,8 @@ import argparse
 import concurrent.futures
 import dataclasses
 import json
-import re
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -66,6 +65,10 @@ class Pair:
 
     def __init__(self, shape: str, work: Path, arena_bytes: int, engine: dict[str, Any]) -> None:
         path = write_shape(shape, work)
+        self.peaks = work / f"peaks-{shape}"
+        self.peaks.mkdir()
+        paths = os.pathsep.join([str(HERE / "peak_memory"), os.environ.get("PYTHONPATH", "")])
+        env = {"PYTHONPATH": paths, "RAY_EXTRACT_PEAK_MEMORY": str(self.peaks)}
         job = Job.model_validate(
             {
                 "model": {"path": str(path), "load_format": "dummy", "dtype": "bfloat16"},
@@ -75,6 +78,7 @@ class Pair:
                 "engine": {
                     "chunked_prefill_size": CHUNK,
                     "args": {"max_total_tokens": KV_TOKENS[shape], "mem_fraction_static": 0.85} | engine,
+                    "env": env,
                 },
             }
         )
@@ -102,7 +106,7 @@ class Pair:
             assert arena is not None and guard is not None, captured.exception()
             self.arena = arena
             command = [sys.executable, str(HERE / "bare_host.py")]
-            self.bare = EngineProcess(self.job, arena.folder, {}, work / "logs", guard, command)
+            self.bare = EngineProcess(self.job, arena.folder, env, work / "logs", guard, command)
             self.bare.wait_ready(600)
             print(f"{shape}: {captured.result()}, both after {time.monotonic() - started:.0f} s", flush=True)
         self.registration = json.loads((arena.folder / "plugin.0.json").read_text())
@@ -135,19 +139,17 @@ class Pair:
             return captured.seconds["extract"]
 
     def memory_over_bare(self) -> int | None:
-        """MiB of GPU memory of the captured engine above the bare one's, as the driver counts it."""
-        text = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout
-        used = {int(pid): int(mib) for pid, mib in re.findall(r"(\d+), (\d+)", text)}
-        print("GPU memory, MiB by process:", used, flush=True)
+        """MiB of the captured engine's peak of allocated GPU memory above the bare one's."""
+        time.sleep(1.5)  # two turns of peak_memory
         engine = self.extractor._engine
         assert engine is not None
-        captured, bare = (sum(used.get(pid, 0) for pid in session_pids(host.pid)) for host in (engine, self.bare))
-        return captured - bare if captured and bare else None
+
+        def peak(host: EngineProcess) -> int:
+            files = [self.peaks / str(pid) for pid in session_pids(host.pid)]
+            return sum(int(file.read_text()) for file in files if file.exists())
+
+        captured, bare = peak(engine), peak(self.bare)
+        return round((captured - bare) / 2**20) if captured and bare else None
 
 
 def make_rows(case: Case, vocab: int, seed: int) -> RowTable:
@@ -179,7 +181,7 @@ def measure(name: str, pair: Pair, pairs: int) -> list[Row]:
 
     over = pair.memory_over_bare()
     three = round(3 * pair.chunk_bytes / 2**20)
-    memory = [] if over is None else [Row(name, "device memory over bare", over, "MiB", three, "lower")]
+    memory = [] if over is None else [Row(name, "peak device memory over bare", over, "MiB", three, "lower")]
     return [
         Row(name, "captured/bare", round(statistics.median(ratios), 4), "ratio", case.goal),
         Row(name, "bare", round(statistics.median(bare)), "tokens/s"),
@@ -209,14 +211,16 @@ def main() -> None:
         starts = {shape: pool.submit(Pair, shape, Path(folder), 14 << 30, engine) for shape in shapes}
         pairs = {shape: start.result() for shape, start in starts.items()}
         try:
-            for name in names:
-                pair = pairs[CASES[name].shape]
-                try:
-                    rows += measure(name, pair, args.pairs)
-                except BaseException:
-                    print(pair.extractor._engine and pair.extractor._engine.log_tail(), flush=True)
-                    raise
-                write("capture", rows)
+            for shape in shapes:
+                pair = pairs[shape]
+                for name in [n for n in names if CASES[n].shape == shape]:
+                    try:
+                        rows += measure(name, pair, args.pairs)
+                    except BaseException:
+                        print(pair.extractor._engine and pair.extractor._engine.log_tail(), flush=True)
+                        raise
+                    write("capture", rows)
+                pairs.pop(shape).stop()  # a long row of the next shape takes most of the GPU
         finally:
             for pair in pairs.values():
                 pair.stop()

@@ -29,8 +29,8 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
 
 
-def write(name: str, rows: list[Row]) -> Path:
-    """Write the result file of a benchmark."""
+def write(name: str, rows: list[Row], command: str | None = None) -> Path:
+    """Write the result file of a benchmark; `command` is this process's own when absent."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {
@@ -38,7 +38,7 @@ def write(name: str, rows: list[Row]) -> Path:
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": versions(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command or " ".join(["python", *sys.argv]),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
     path.write_text(json.dumps(record, indent=1) + "\n")

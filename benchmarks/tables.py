@@ -1,6 +1,8 @@
-"""Write docs/performance.md from the result files: its tables come from nowhere else.
+"""Write the tables of docs/ from the result files: they come from nowhere else.
 
-python benchmarks/tables.py [--check]
+    python benchmarks/tables.py [--check]
+
+docs/performance.md is made whole, of all results that are not named in BLOCKS; those fill a block of another page.
 """
 
 import argparse
@@ -11,6 +13,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/performance.md"
+BLOCKS = {"truth-gpu": ROOT / "docs/capture.md"}
+"""Result -> the page with the comments `<!-- NAME -->` and `<!-- /NAME -->` around its table."""
 
 _HEAD = """# Performance
 
@@ -19,12 +23,16 @@ Ratios are of two things measured in turns in one run; rates alone are for orien
 """
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [_HEAD]
-    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
-        parts.append(section(json.loads(path.read_text())))
-    return "\n".join(parts)
+def pages() -> dict[Path, str]:
+    """Every page as it must be."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
+    made = {PAGE: "\n".join([_HEAD, *(section(r) for name, r in results.items() if name not in BLOCKS)])}
+    for name, page in BLOCKS.items():
+        before, first, rest = made.get(page, page.read_text()).partition(f"<!-- {name} -->\n")
+        _, last, after = rest.partition(f"<!-- /{name} -->")
+        table = section(results[name]).partition("\n\n")[2] if name in results else ""
+        made[page] = before + first + table + last + after
+    return made
 
 
 def section(result: dict[str, Any]) -> str:
@@ -50,9 +58,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     args = parser.parse_args()
+    stale = [page for page, text in pages().items() if page.read_text() != text]
     if args.check:
-        return 0 if PAGE.read_text() == page() else 1
-    PAGE.write_text(page())
+        for page in stale:
+            print(f"{page.relative_to(ROOT)} is not as the result files say; run python benchmarks/tables.py")
+        return 1 if stale else 0
+    for page in stale:
+        page.write_text(pages()[page])
     return 0
 
 

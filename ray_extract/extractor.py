@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ray_extract.capture.arena import PAGE, TABLES, Arena, ArenaSpec, Extent, new_nonce
@@ -25,7 +26,7 @@ from ray_extract.config import Job
 from ray_extract.engine.base import Answer, EngineInfo
 from ray_extract.engine.canary import canary_prompts, judge_next_token, judge_states, load_head
 from ray_extract.engine.process import EngineProcess
-from ray_extract.errors import CaptureRefused, EngineDied, EngineError
+from ray_extract.errors import ArenaError, CaptureRefused, EngineDied, EngineError
 from ray_extract.layout import RequestId
 from ray_extract.records import RowFailure, RowStatus
 from ray_extract.shards.base import RowStats
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 _ENGINE_STARTS = 3  # tries at restarting an engine that once served, before it is given up
 _BACKOFF_S = 5.0
 _SAMPLE = 16  # capture.check = sample looks at one row in this many
-_CANARY_BYTES = 64 << 20
+_CANARY_BYTES = 64 << 20  # at least
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class ExtractorSetup:
         boundaries: resolved boundaries.
         dtype: safetensors code of the states.
         hidden: elements of a state.
-        vocab_size: for the canary's prompts.
+        vocab_size: token ids are 0 .. vocab_size - 1.
         arena_bytes: shared memory for images.
         log_dir: where engines log.
     """
@@ -158,6 +159,9 @@ class Extractor:
         self.columns: tuple[Column, ...] = state_columns(
             setup.boundaries, self._job.capture.final, setup.dtype, setup.hidden
         )
+        # Its extent is the engine's for good; many layers of a wide model take more than the usual size.
+        longest = lay_out(canary_table(setup.vocab_size, 1 << 30, self._job.engine.dp_size), self.columns, {})
+        self._canary_bytes = max(_CANARY_BYTES, -(-longest.nbytes // PAGE) * PAGE)
         self._counters = Counters()
         self._stopping = threading.Event()
         self._engine_lock = threading.Lock()
@@ -180,7 +184,7 @@ class Extractor:
         job, setup = self._job, self._setup
         spec = ArenaSpec(
             nonce=new_nonce(),
-            nbytes=-(-setup.arena_bytes // PAGE) * PAGE + _CANARY_BYTES,
+            nbytes=-(-setup.arena_bytes // PAGE) * PAGE + self._canary_bytes,
             slots=2 * job.run.units_in_flight + 2,
             max_rows=max(job.output.max_rows, 8 * job.engine.dp_size),
             writers=job.engine.dp_size,
@@ -192,7 +196,7 @@ class Extractor:
         self._arena = Arena.create(spec)
         try:
             self._guard = Guard(self._arena.folder)
-            self._canary = self._arena.allocate(_CANARY_BYTES)
+            self._canary = self._arena.allocate(self._canary_bytes)
             with self._engine_lock:
                 info = self._ensure_engine()
         except BaseException:
@@ -213,7 +217,7 @@ class Extractor:
 
     def progress(self) -> dict[str, int]:
         """Counters, with what is being captured now, the writers' own (arena.COUNTERS) and the arena's bytes in use."""
-        used = self._arena.used_bytes - _CANARY_BYTES if self._arena is not None else 0
+        used = self._arena.used_bytes - self._canary_bytes if self._arena is not None else 0
         written = self._arena.counters() if self._arena is not None else {}
         return {
             **dataclasses.asdict(self._counters),
@@ -237,6 +241,10 @@ class Extractor:
         """
         assert self._arena is not None
         layout = lay_out(table, self.columns, metadata)
+        room = self._arena.spec.nbytes - self._canary_bytes
+        if layout.nbytes > room:
+            # Not for the arena to see: the canary's extent is never given back, so it would wait for ever.
+            raise ArenaError(f"an image of {layout.nbytes} bytes in an arena of {room}; raise run.arena_bytes")
         clock = Clock()
         extent = self._arena.allocate(layout.nbytes, self._stopping.is_set)
         try:
@@ -306,10 +314,11 @@ class Extractor:
         sent: dict[int, Future[Answer]] = {}
         ranks = route(np.diff(table.cu_seqlens)[rows].tolist(), info.dp_size)
         for row, rank in zip(rows, ranks, strict=True):
-            length = int(table.cu_seqlens[row + 1] - table.cu_seqlens[row])
-            if length > info.max_input_tokens:
-                reason = f"{length} tokens; this engine runs at most {info.max_input_tokens}"
-                failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, reason)
+            ids = table.input_ids[table.cu_seqlens[row] : table.cu_seqlens[row + 1]]
+            length = len(ids)
+            unfit = unfit_reason(ids, info.max_input_tokens, self._setup.vocab_size)
+            if unfit is not None:
+                failures[row] = RowFailure(int(table.row[row]), RowStatus.REJECTED, unfit)
                 continue
             rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, deaths)
             offset = extent.offset + layout.tensors["input_ids"].offset + 4 * int(table.cu_seqlens[row])
@@ -432,36 +441,45 @@ class Extractor:
         """
         assert self._arena is not None and self._canary is not None
         extent = self._canary
-        prompts = canary_prompts(self._setup.vocab_size, info.max_input_tokens) * info.dp_size
-        table = row_table(range(len(prompts)), prompts, [np.ones(len(p), np.uint8) for p in prompts])
+        table = canary_table(self._setup.vocab_size, info.max_input_tokens, info.dp_size)
         layout = lay_out(table, self.columns, {})
         write_table(layout, table, extent.buffer)
         self._open(extent, layout, table)
         base = extent.offset + layout.tensors["input_ids"].offset
         futures = []
-        for row, prompt in enumerate(prompts):
+        for row, length in enumerate(np.diff(table.cu_seqlens).tolist()):
             rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, 0)
-            rank = row * info.dp_size // len(prompts) if info.dp_size > 1 else None
-            futures.append(engine.submit(str(rid), base + 4 * int(table.cu_seqlens[row]), len(prompt), rank, 1))
+            rank = row * info.dp_size // len(table) if info.dp_size > 1 else None
+            futures.append(engine.submit(str(rid), base + 4 * int(table.cu_seqlens[row]), length, rank, 1))
         try:
             answers = [f.result(timeout=self._job.engine.start_timeout_s) for f in futures]
-        except TimeoutError:
-            raise EngineError(
-                f"the engine did not answer the canary in {self._job.engine.start_timeout_s:.0f} s\n{engine.log_tail()}"
-            ) from None
-        self._arena.retire(extent, lambda: engine.alive)
+            # Now and not later: marks that come after the answer are as bad as none.
+            self._require_covered(extent, table, answers)
+        except BaseException as error:
+            engine.kill()  # a plugin that never publishes never unpins either
+            if isinstance(error, TimeoutError):
+                waited = self._job.engine.start_timeout_s
+                raise EngineError(
+                    f"the engine did not answer the canary in {waited:.0f} s\n{engine.log_tail()}"
+                ) from None
+            raise
+        finally:
+            self._arena.retire(extent, lambda: engine.alive)
         self._judge_canary(extent, layout, table, answers)
 
-    def _judge_canary(self, extent: Extent, layout: ImageLayout, table: RowTable, answers: Sequence[Answer]) -> None:
+    def _require_covered(self, extent: Extent, table: RowTable, answers: Sequence[Answer]) -> None:
         assert self._arena is not None
         lengths = np.diff(table.cu_seqlens)
-        rows: list[list[torch.Tensor]] = []
         for row, answer in enumerate(answers):
             covered = int(self._arena.control.covered[extent.slot, row])
             fault = Fault(int(self._arena.control.fault[extent.slot, row]))
             if not answer.ok or fault is not Fault.NONE or covered != lengths[row]:
                 why = answer.reason or FAULT_TEXT.get(fault) or f"{covered} of {lengths[row]} tokens were captured"
                 raise CaptureRefused(f"canary: {why}")
+
+    def _judge_canary(self, extent: Extent, layout: ImageLayout, table: RowTable, answers: Sequence[Answer]) -> None:
+        rows: list[list[torch.Tensor]] = []
+        for row in range(len(table)):
             rows.append([])
             for column in self.columns:
                 raw = layout.state_bytes(extent.buffer, column)[int(table.cu_kept[row]) : int(table.cu_kept[row + 1])]
@@ -516,6 +534,33 @@ class Extractor:
                 )
                 engine.kill()
                 since = time.monotonic()
+
+
+def canary_table(vocab_size: int, longest: int, ranks: int) -> RowTable:
+    """The canary's prompts, once for each data-parallel rank."""
+    prompts = canary_prompts(vocab_size, longest) * ranks
+    return row_table(range(len(prompts)), prompts, [np.ones(len(p), np.uint8) for p in prompts])
+
+
+def unfit_reason(ids: npt.NDArray[np.int32], longest: int, vocab_size: int) -> str | None:
+    """Why a row must not reach the engine, or None.
+
+    Rows are checked when they are prepared, but SGLang checks no ids at all: one outside the vocabulary ends the
+    scheduler (an IndexError on a CPU, a device-side assertion on a GPU), or with tensor parallelism reads as zeros.
+
+    Args:
+        ids: i32, the row's.
+        longest: most tokens that the engine runs.
+        vocab_size: of the model.
+    """
+    if len(ids) == 0:
+        return "no tokens"
+    if len(ids) > longest:
+        return f"{len(ids)} tokens; this engine runs at most {longest}"
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        return f"token id out of range: {low if low < 0 else high} with a vocabulary of {vocab_size}"
+    return None
 
 
 def route(lengths: Sequence[int], ranks: int) -> list[int | None]:

@@ -41,7 +41,20 @@ _READERS = 16  # commits read at once: at 20 ms a request on S3, 100,000 take tw
 _BATCH_ROWS = 8192
 
 # Engine arguments that change the states themselves, unlike those of speed and size.
-_STATE_ARGS = ("json_model_override_args", "kv_cache_dtype")
+_STATE_ARGS = (
+    "enable_tf32_matmul",
+    "json_model_override_args",
+    "kt_method",
+    "kt_weight_path",
+    "kv_cache_dtype",
+    "mamba_ssm_dtype",
+    "modelopt_checkpoint_restore_path",
+    "modelopt_quant",
+    "quantization_param_path",
+    "quantize_and_serve",
+    "rl_quant_profile",
+    "torchao_config",
+)
 
 MANIFEST_SCHEMA = pa.schema(
     [

@@ -149,6 +149,11 @@ def test_what_only_moves_work_is_no_part_of_the_identity() -> None:
             identity(engine__args={"kv_cache_dtype": "fp8_e5m2"}),
             'model.args.kv_cache_dtype: run has nothing, this job asks "fp8_e5m2"',
         ),
+        (
+            # SGLang has more ways to quantize than model.quantization.
+            identity(engine__args={"torchao_config": "int4wo-128"}),
+            'model.args.torchao_config: run has nothing, this job asks "int4wo-128"',
+        ),
         (identity(output__max_rows=7), "plan.max_rows: run has 8192, this job asks 7"),
         (identity(output__format="raw"), 'format.shards: run has "parquet", this job asks "raw"'),
         (

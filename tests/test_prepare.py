@@ -106,6 +106,19 @@ def test_every_record_becomes_one_row_in_order(tmp_path):
         assert (len(row.input_ids) == 0) == (row.reason is not None)
 
 
+def test_token_ids_that_the_model_has_no_embedding_for_are_a_counted_reason(tmp_path):
+    """One that reached the engine would end it: SGLang checks none."""
+    vocab = SHAPE.vocab_size
+    rows = prepared(tmp_path, [{"input_ids": [0, vocab - 1]}, {"input_ids": [1, vocab]}, {"input_ids": [-1, 1]}])
+    assert [row.reason for row in rows] == [
+        None,
+        f"token id out of range: {vocab} with a vocabulary of {vocab}",
+        f"token id out of range: -1 with a vocabulary of {vocab}",
+    ]
+    store = MemoryStore()
+    assert write_rows(store, rows, keep="all").skipped == {"token id out of range": 2}
+
+
 def test_row_id_is_the_hash_of_ids_and_mask(tmp_path):
     first, same, other, skipped, skipped_other = prepared(
         tmp_path, [ids(2), ids(2), {"input_ids": [0, 1]}, {"messages": []}, {"messages": [], "id": 1}]

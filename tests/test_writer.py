@@ -496,5 +496,68 @@ def test_a_writer_that_still_copies_pins_its_extent_until_every_pass_is_publishe
     arena.close()
 
 
+def raising(*args: Any) -> Any:
+    raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("method", ["_entry", "_runs"])
+def test_a_pass_that_cannot_be_opened_pins_nothing_and_its_rows_can_be_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Its owner would wait for such a pin until the engine is killed for it."""
+    arena = make_arena(tmp_path)
+    attached = AttachedArena(arena.folder)
+    writer = Writer(attached, 0, CpuCopier(attached))
+    live, other = open_image(arena, [5, 3, 4]), open_image(arena, [6], seed=1)
+    lives = [live, live, other, live]
+    rids = [x.rid(arena.spec.nonce, row) for x, row in zip(lives, (0, 1, 0, 2), strict=True)]
+    good = getattr(writer, method)
+    calls: list[int] = []
+
+    def third(*args: Any) -> Any:
+        calls.append(1)
+        return raising() if len(calls) == 3 or method == "_runs" else good(*args)
+
+    monkeypatch.setattr(writer, method, third)
+    with pytest.raises(RuntimeError, match="injected"):
+        writer.begin(rids, [0] * 4, [5, 3, 6, 4])
+    assert not arena.control.busy.any()
+    writer.fail(rids, Fault.HOOK_FAILED)
+    assert not arena.control.busy.any()
+    monkeypatch.undo()
+    # Whatever comes later of these rows is not taken.
+    assert writer.begin(rids, [0] * 4, [5, 3, 6, 4]) is None
+    for x in (live, other):
+        assert (arena.control.fault[x.extent.slot, : len(x.table)] == Fault.HOOK_FAILED).all()
+        arena.retire(x.extent, lambda: True)
+    arena.close()
+
+
+def test_failing_rows_of_others_or_of_a_retired_image_does_nothing(tmp_path: Path) -> None:
+    arena = make_arena(tmp_path)
+    attached = AttachedArena(arena.folder)
+    writer = Writer(attached, 0, CpuCopier(attached))
+    live = open_image(arena, [5])
+    arena.retire(live.extent, lambda: True)
+    writer.fail([live.rid(arena.spec.nonce, 0), "health", live.rid(new_nonce(), 0)], Fault.HOOK_FAILED)
+    assert not arena.control.fault.any() and not arena.control.busy.any()
+    arena.close()
+
+
+def test_marks_that_cannot_be_written_fail_their_rows_and_unpin_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = make_arena(tmp_path)
+    attached = AttachedArena(arena.folder)
+    writer = Writer(attached, 0, CpuCopier(attached))
+    live = open_image(arena, [5, 3])
+    monkeypatch.setattr(writer, "_mark", raising)
+    work = run_rows(writer, live, 1.0)
+    writer.publish(work)
+    assert work.closed and not arena.control.busy.any()
+    assert arena.control.fault[live.extent.slot, :2].tolist() == [Fault.HOOK_FAILED] * 2
+    arena.close()
+
+
 def test_dtypes_of_arena_and_torch_agree() -> None:
     assert {code: dtype.itemsize for code, dtype in TORCH_DTYPES.items()} == {"F32": 4, "BF16": 2, "F16": 2}

@@ -5,11 +5,10 @@ Except while the model is loaded, nothing raises here: an exception in a hook ki
 the process that owns the engine. Faults become codes in the control file, and the rows fail.
 """
 
-import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from ray_extract.capture import compat
 from ray_extract.capture.arena import AttachedArena
 from ray_extract.capture.boundaries import set_boundaries
 from ray_extract.capture.copier import TORCH_DTYPES, CudaCopier, open_copier
-from ray_extract.capture.writer import Work, Writer
+from ray_extract.capture.plugin import report_failure, write_json
+from ray_extract.capture.writer import Fault, Work, Writer
 from ray_extract.errors import CaptureRefused
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Hooks:
                 self._announce(index, {**record, "state": "loaded"})
                 threading.Thread(target=self._report_ready, args=(copier, index, record), daemon=True).start()
         except BaseException as error:
-            write_json(self._folder / f"failed.{os.getpid()}.json", {"reason": f"{type(error).__name__}: {error}"})
+            report_failure(self._folder, error)
             raise
         return result
 
@@ -86,11 +86,12 @@ class Hooks:
 
     def _report_ready(self, copier: Any, index: int, record: dict[str, Any]) -> None:
         try:
-            if isinstance(copier, CudaCopier):
-                copier.ready()
-            self._announce(index, {**record, "state": "ready"})
+            timing = copier.ready() if isinstance(copier, CudaCopier) else {}
+            if timing:
+                logger.info("ray_extract: arena registered with CUDA: %s", timing)
+            self._announce(index, {**record, **timing, "state": "ready"})
         except Exception as error:
-            write_json(self._folder / f"failed.{os.getpid()}.json", {"reason": str(error)})
+            report_failure(self._folder, error)
 
     def _announce(self, index: int, record: dict[str, Any]) -> None:
         write_json(self._folder / f"plugin.{index}.json", record)
@@ -99,11 +100,22 @@ class Hooks:
         """Compare the ids of new requests with the images'."""
         if self._writer is None:
             return
+        for request in getattr(batch, "reqs", None) or ():
+            rid = getattr(request, "rid", "")
+            try:
+                self._writer.check_request(rid, request.origin_input_ids)
+            except Exception:
+                logger.exception("ray_extract: checking request %s failed", rid)
+                self._fail([rid])
+
+    def _fail(self, rids: Sequence[str]) -> None:
+        """Fail rows after an exception of ours, which was logged."""
+        assert self._writer is not None
         try:
-            for request in batch.reqs or ():
-                self._writer.check_request(request.rid, request.origin_input_ids)
+            self._writer.fail(rids, Fault.HOOK_FAILED)
         except Exception:
-            logger.exception("ray_extract: checking requests failed")
+            # Without their states or their ids they fail all the same, only with another reason.
+            logger.exception("ray_extract: failing %s failed", list(rids))
 
     def around_forward(
         self, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -121,10 +133,11 @@ class Hooks:
             raise
         finally:
             self._work = None
-        if output.logits_output is None:
-            self._writer.publish(work)
-        else:
+        try:
             output.logits_output.ray_extract_work = work
+        except AttributeError:
+            # Nothing that could carry it to the scheduler: published here, which waits for the copies.
+            self._writer.publish(work)
         return output
 
     def _open(self, forward_batch: Any) -> Work | None:
@@ -138,7 +151,8 @@ class Hooks:
                 [int(n) for n in forward_batch.extend_seq_lens_cpu],
             )
         except Exception:
-            logger.exception("ray_extract: a forward pass could not be opened; its rows will be incomplete")
+            logger.exception("ray_extract: a forward pass could not be opened; its rows fail")
+            self._fail(getattr(forward_batch, "rids", None) or ())
             return None
 
     def around_logits(
@@ -157,7 +171,9 @@ class Hooks:
         if self._work is not None and self._work.ticket is None and not self._work.closed:
             assert self._writer is not None
             try:
-                self._writer.issue(self._work, input_ids, self._states(hidden_states, aux_hidden_states))
+                # multimodal classes embed the prompt themselves and call their language model without ids
+                ids = logits_metadata.input_ids if input_ids is None else input_ids
+                self._writer.issue(self._work, ids, self._states(hidden_states, aux_hidden_states))
             except Exception:
                 logger.exception("ray_extract: taking the states of a forward pass failed")
         return original(
@@ -183,11 +199,4 @@ class Hooks:
         try:
             self._writer.publish(work)
         except Exception:
-            logger.exception("ray_extract: publishing a forward pass failed; its rows will be incomplete")
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a small record whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(record))
-    temporary.replace(path)
+            logger.exception("ray_extract: publishing a forward pass failed")

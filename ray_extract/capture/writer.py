@@ -36,6 +36,7 @@ class Fault(enum.IntEnum):
     WRONG_STATES = 4  # another number, size or type of states than agreed
     COPY_FAILED = 5  # the copy or the digest raised
     BAD_ROW = 6  # the request id names a row that the image does not have
+    HOOK_FAILED = 7  # a hook of the plugin raised
 
 
 FAULT_TEXT = {
@@ -45,6 +46,7 @@ FAULT_TEXT = {
     Fault.WRONG_STATES: "the model handed over another number, size or type of states than agreed",
     Fault.COPY_FAILED: "copying the states out failed",
     Fault.BAD_ROW: "the request named a row that its image does not have",
+    Fault.HOOK_FAILED: "a hook of the capture plugin failed; the engine's log says how",
 }
 
 
@@ -206,26 +208,33 @@ class Writer:
 
         Returns:
             The work, or None when nothing of the pass is ours.
+
+        Raises:
+            Exception: any; then nothing of the pass is pinned.
         """
         began = time.perf_counter()
         entries: list[Entry] = []
         pinned: list[tuple[int, int]] = []
-        for rid, source, prefix, count in zip(
-            rids, itertools.accumulate(counts, initial=0), prefixes, counts, strict=False
-        ):
-            request = self._ours(rid)
-            if request is None or not self._pin(request):
-                continue
-            pin = (request.slot, request.generation)
-            entry = self._entry(request, source, prefix, count)
-            if entry is None:
-                self._unpin([pin])
-                continue
-            entries.append(entry)
-            pinned.append(pin)
-        if not entries:
-            return None
-        work = Work(sum(counts), entries, self._runs(entries), pinned)
+        try:
+            for rid, source, prefix, count in zip(
+                rids, itertools.accumulate(counts, initial=0), prefixes, counts, strict=False
+            ):
+                request = self._ours(rid)
+                if request is None or not self._pin(request):
+                    continue
+                pinned.append((request.slot, request.generation))
+                entry = self._entry(request, source, prefix, count)
+                if entry is None:
+                    self._unpin([pinned.pop()])
+                else:
+                    entries.append(entry)
+            if not entries:
+                return None
+            work = Work(sum(counts), entries, self._runs(entries), pinned)
+        except BaseException:
+            # The owner waits for every pin before it reads the image.
+            self._unpin(pinned)
+            raise
         states = self.arena.spec.num_states
         stored = sum(run.count for run in work.runs)
         self._count(passes=1, tokens=sum(e.count for e in entries), copies=states * len(work.runs))
@@ -268,6 +277,28 @@ class Writer:
             return
         self._count(wait_us=_micros(began))
         began = time.perf_counter()
+        try:
+            self._mark(work, sums)
+        except Exception:
+            logger.exception("ray_extract: the marks of a forward pass could not be written")
+            self._give_up(work, Fault.HOOK_FAILED)
+            return
+        self._close(work)
+        self._count(hook_us=_micros(began))
+
+    def fail(self, rids: Sequence[str], fault: Fault) -> None:
+        """Give rows up, whatever is under way for them."""
+        for rid in rids:
+            request = self._ours(rid)
+            if request is None or not self._pin(request):
+                continue
+            try:
+                if self._row(self._live[request.slot], request) is not None:
+                    self._fault(request.slot, request.row, fault)
+            finally:
+                self._unpin([(request.slot, request.generation)])
+
+    def _mark(self, work: Work, sums: Sums) -> None:
         control = self.arena.control
         # An entry of a retired generation is pinned, so its memory is still ours; but its marks are nobody's business.
         keep = [i for i, e in enumerate(work.entries) if int(control.generation[e.slot]) == e.generation]
@@ -281,8 +312,6 @@ class Writer:
             control.zero[at] += sums.zero[keep]
             full_barrier()
             control.covered[at] = [work.entries[i].position + work.entries[i].count for i in keep]
-        self._close(work)
-        self._count(hook_us=_micros(began))
 
     def _count(self, **counts: int) -> None:
         for name, count in counts.items():

@@ -5,9 +5,9 @@ import inspect
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_extract.capture import compat
 from ray_extract.capture.arena import ArenaSpec
@@ -15,6 +15,9 @@ from ray_extract.capture.plugin import CAPTURE_ENV
 from ray_extract.config import Job
 from ray_extract.engine.base import Answer, EngineInfo
 from ray_extract.errors import CaptureRefused, ConfigError, EngineError
+
+# Arguments that SGLang may set itself and that the states' last bits depend on; recorded with every commit.
+_CHOSEN = ("attention_backend", "prefill_attention_backend", "kv_cache_dtype", "quantization", "moe_runner_backend")
 
 # Tokens of KV cache on a CPU, where SGLang would size it from the machine's whole memory.
 _CPU_KV_TOKENS = 32768
@@ -36,44 +39,113 @@ _OWN_FIELD = {
 }
 
 
-def _off(value: Any) -> bool:
-    return not value
+class Allowed(NamedTuple):
+    """What an option may be.
+
+    Args:
+        shown: for people, as a value in engine.args.
+        holds: whether a value is allowed.
+    """
+
+    shown: str
+    holds: Callable[[Any], bool]
 
 
-def _at_most_one(value: Any) -> bool:
-    return value is None or value == 1
+_ON = Allowed("true", bool)
+_OFF = Allowed("unset", lambda value: not value)
+_ONE = Allowed("1", lambda value: value is None or value == 1)
 
 
-# Options under which capture would be wrong or incomplete: what is allowed, and why the rest is not.
-_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "disable_radix_cache": (bool, "positions found in the prefix cache are never computed, so they have no states"),
-    "enable_hierarchical_cache": (_off, "positions found in the cache are never computed"),
-    "enable_lmcache": (_off, "positions found in the cache are never computed"),
-    "enable_session_radix_cache": (_off, "positions found in the cache are never computed"),
-    "speculative_algorithm": (_off, "draft verification runs tokens that are not of the prompt"),
-    "disable_cuda_graph": (bool, "a replayed graph's states lie in buffers that the next replay overwrites"),
+def _prefill_graph(value: Any) -> Any:
+    """The prefill backend of a cuda_graph_config, which is a dictionary or, resolved in 0.5.16, an object."""
+    phase = value.get("prefill") if isinstance(value, dict) else getattr(value, "prefill", value)
+    return phase.get("backend") if isinstance(phase, dict) else getattr(phase, "backend", phase)
+
+
+_CACHED = "positions found in a cache are never computed"
+_GRAPH = "a replayed graph's states lie in buffers that the next replay overwrites"
+_PART = "each rank would hold a part of the tokens' states"
+_CP = "context parallelism does not gather the captured states"
+_PARTIAL = "a layer's output may be one rank's partial sum, which the next layer's fused all-reduce completes"
+_BASE = "requests name no adapter, so the states would be the base model's; merge the adapter into the checkpoint"
+
+# Options under which capture would be wrong or incomplete: what is allowed, and why the rest is not. The page
+# docs/capture.md holds the same table. Some are of one version only; evidence by version is in the tests.
+REFUSED: dict[str, tuple[Allowed, str]] = {
+    "disable_radix_cache": (_ON, _CACHED),
+    "radix_cache_backend": (_OFF, "a registered cache is used whatever disable_radix_cache says"),
+    "enable_hierarchical_cache": (_OFF, _CACHED),
+    "enable_lmcache": (_OFF, _CACHED),
+    "enable_flexkv": (_OFF, _CACHED),
+    "enable_unified_cache_external_linker": (_OFF, _CACHED),
+    "enable_session_radix_cache": (_OFF, _CACHED),
+    "speculative_algorithm": (_OFF, "draft verification runs tokens that are not of the prompt"),
+    "disable_cuda_graph": (_ON, _GRAPH),
     # these two win over disable_cuda_graph
-    "cuda_graph_backend_prefill": (
-        lambda v: v in (None, "disabled"),
-        "a replayed graph's states lie in buffers that the next replay overwrites",
+    "cuda_graph_backend_prefill": (Allowed("disabled", lambda value: value in (None, "disabled")), _GRAPH),
+    "cuda_graph_config": (
+        Allowed("unset, or disabled for prefill", lambda value: not value or _prefill_graph(value) == "disabled"),
+        _GRAPH,
     ),
-    "cuda_graph_config": (_off, "a replayed graph's states lie in buffers that the next replay overwrites"),
-    "pp_size": (_at_most_one, "only the last pipeline stage sees the states"),
-    "nnodes": (_at_most_one, "an engine must lie on one node, where its arena is"),
-    "attn_cp_size": (_at_most_one, "context parallelism does not gather the captured states"),
-    "dcp_size": (_at_most_one, "context parallelism does not gather the captured states"),
-    "enable_prefill_cp": (_off, "context parallelism does not gather the captured states"),
-    "enable_attn_tp_input_scattered": (_off, "each rank would hold a part of the tokens' states"),
-    "enable_layernorm_sp": (_off, "each rank would hold a part of the tokens' states"),
-    "enable_two_batch_overlap": (_off, "layers run in two halves hand over no states"),
-    "enable_pdmux": (_off, "split prefill is not captured"),
-    "dllm_algorithm": (_off, "block diffusion has no prompt positions"),
-    "disaggregation_mode": (lambda v: v in (None, "null"), "prefill and decode must be one engine"),
-    "allow_auto_truncate": (_off, "a shortened prompt would not be the planned one"),
-    "forward_hooks": (_off, "they may change the states"),
-    "skip_tokenizer_init": (bool, "prompts are token ids"),
-    "tokenizer_worker_num": (_at_most_one, "requests are aborted through the one tokenizer manager"),
+    "flashinfer_allreduce_fusion_backend": (_OFF, _PARTIAL),
+    "enable_flashinfer_allreduce_fusion": (_OFF, _PARTIAL),
+    "enforce_disable_flashinfer_allreduce_fusion": (_ON, _PARTIAL),
+    "enable_aiter_allreduce_fusion": (_OFF, _PARTIAL),
+    "pp_size": (_ONE, "only the last pipeline stage sees the states"),
+    "nnodes": (_ONE, "an engine must lie on one node, where its arena is"),
+    "use_ray": (_OFF, "the schedulers must be children of the engine host, which ends them and holds their memory"),
+    "attn_cp_size": (_ONE, _CP),
+    "dcp_size": (_ONE, _CP),
+    "enable_prefill_cp": (_OFF, _CP),
+    "enable_prefill_context_parallel": (_OFF, _CP),
+    "enable_dsa_prefill_context_parallel": (_OFF, _CP),
+    "enable_attn_tp_input_scattered": (_OFF, _PART),
+    "enable_layernorm_sp": (_OFF, _PART),
+    "enable_two_batch_overlap": (_OFF, "layers run in two halves hand over no states"),
+    "enable_pdmux": (_OFF, "split prefill is not captured"),
+    "elastic_ep_backend": (_OFF, "a pass is run again when a rank fails, and the states of the first run would stay"),
+    "ep_dispatch_algorithm": (
+        Allowed("static, dynamic or lp", lambda value: value in (None, "static", "dynamic", "lp")),
+        "fake sends tokens to random experts",
+    ),
+    "kt_max_deferred_experts_per_token": (_OFF, "what a deferred expert adds is missing at the next boundary"),
+    "dllm_algorithm": (_OFF, "block diffusion has no prompt positions"),
+    "disaggregation_mode": (
+        Allowed("null", lambda value: value in (None, "null")),
+        "prefill and decode must be one engine",
+    ),
+    "is_embedding": (_OFF, "an embedding model hands nothing to an LM head, where the states are taken"),
+    "enable_mis": (_OFF, "it turns chunked prefill off, and passes would be larger than what is set aside for them"),
+    "rl_on_policy_target": (_OFF, "it keeps the residual stream in fp32, whatever the planned type"),
+    "enable_lora": (_OFF, _BASE),
+    "lora_paths": (_OFF, _BASE),
+    "allow_auto_truncate": (_OFF, "a shortened prompt would not be the planned one"),
+    "max_queued_requests": (_OFF, "rows beyond it would be rejected; the arena is what limits the rows in flight"),
+    "forward_hooks": (_OFF, "they may change the states"),
+    "skip_tokenizer_init": (_ON, "prompts are token ids"),
+    "tokenizer_worker_num": (_ONE, "requests are aborted through the one tokenizer manager"),
 }
+
+
+def check_resolved(version: str, resolved: Mapping[str, Any]) -> None:
+    """Compare what SGLang made of its arguments with what capture needs: it sets some itself, by model and hardware.
+
+    Args:
+        version: of SGLang.
+        resolved: all its arguments.
+
+    Raises:
+        CaptureRefused: one is as it must not be.
+    """
+    for name, (allowed, reason) in REFUSED.items():
+        if name in resolved and not allowed.holds(resolved[name]):
+            raise CaptureRefused(f"sglang {version} itself sets {name} = {resolved[name]!r} for this model: {reason}")
+    chunk = resolved["chunked_prefill_size"]
+    if chunk is None or chunk < 1:
+        raise CaptureRefused(
+            f"sglang {version} turns chunked prefill off for this model: passes would be larger than what is set aside "
+            "for them"
+        )
 
 
 def server_args(job: Job) -> dict[str, Any]:
@@ -86,8 +158,9 @@ def server_args(job: Job) -> dict[str, Any]:
     for name, value in engine.args.items():
         if name in _OWN_FIELD:
             raise ConfigError(f"engine.args.{name}: set {_OWN_FIELD[name]} instead")
-        if name in _REFUSED and not _REFUSED[name][0](value):
-            raise ConfigError(f"engine.args.{name} = {value!r} is refused: {_REFUSED[name][1]}")
+        if name in REFUSED and not REFUSED[name][0].holds(value):
+            allowed, reason = REFUSED[name]
+            raise ConfigError(f"engine.args.{name} = {value!r} is refused: {reason} (allowed: {allowed.shown})")
     args: dict[str, Any] = {
         "model_path": model.path,
         "device": engine.device,
@@ -98,8 +171,14 @@ def server_args(job: Job) -> dict[str, Any]:
         "dp_size": engine.dp_size,
         "chunked_prefill_size": engine.chunked_prefill_size,
         "skip_tokenizer_init": True,
+        # prompts are token ids; otherwise SGLang loads the image processor of a multimodal model even so
+        "enable_multimodal": False,
         "disable_radix_cache": True,
         "disable_cuda_graph": True,
+        # SGLang gives some models a prefill graph of their own accord, which wins over the line above
+        "cuda_graph_backend_prefill": "disabled",
+        # and some on several GPUs a fused all-reduce
+        "enforce_disable_flashinfer_allreduce_fusion": True,
         # first come, first served keeps consecutive rows adjacent in a batch, so that they leave in one copy
         "schedule_policy": "fcfs",
         "log_level": "info",
@@ -112,9 +191,6 @@ def server_args(job: Job) -> dict[str, Any]:
         args["enable_dp_attention"] = True
     if engine.device == "cpu":
         args |= {"attention_backend": "torch_native", "max_total_tokens": _CPU_KV_TOKENS}
-    elif engine.tp_size > 1:
-        # Below 0.5.23 a layer's output may be a rank's partial sum when the all-reduce is fused into the next layer.
-        args["enforce_disable_flashinfer_allreduce_fusion"] = True
     return args | engine.args
 
 
@@ -128,8 +204,8 @@ class SGLangEngine:
 
     async def start(self, folder: Path) -> EngineInfo:
         """See base.Engine. Blocks the event loop, which SGLang needs for itself while it starts."""
-        os.environ[CAPTURE_ENV] = str(folder)
         _check_entry_point()
+        os.environ[CAPTURE_ENV] = str(folder)
         info = self.build()
         await _handshake(folder, self._job.engine.start_timeout_s)
         return info
@@ -139,7 +215,7 @@ class SGLangEngine:
 
         Raises:
             ConfigError: an argument that this SGLang does not have, or that would break capture.
-            CaptureRefused: an untested SGLang.
+            CaptureRefused: an untested SGLang, or one that would not capture this model.
             EngineError: SGLang cannot be imported.
         """
         args = server_args(self._job)
@@ -161,13 +237,15 @@ class SGLangEngine:
             # What SGLang raises in this process is about its arguments; a scheduler that dies is a RuntimeError.
             reason = " ".join(str(error).split())
             raise ConfigError(f"engine.args: sglang {sglang.__version__} refuses this engine: {reason}") from error
+        resolved = _resolved(self._engine.server_args)
+        check_resolved(sglang.__version__, resolved)
         self._routes = self._job.engine.dp_size > 1
         return EngineInfo(
             version=f"sglang {sglang.__version__}",
             # One less than SGLang's bound, which it compares with >=.
             max_input_tokens=int(self._engine.tokenizer_manager.max_req_input_len) - 1,
             dp_size=self._job.engine.dp_size,
-            environment=_environment(sglang.__version__),
+            environment=_environment(sglang.__version__, resolved),
         )
 
     async def generate(self, rid: str, input_ids: Sequence[int], dp_rank: int | None, new_tokens: int) -> Answer:
@@ -193,10 +271,22 @@ class SGLangEngine:
             self._engine.tokenizer_manager.abort_request(rid=rid)
 
 
+def _resolved(args: Any) -> Mapping[str, Any]:
+    # 0.5.20 keeps what was asked for and what became of it apart; 0.5.16 changes it in place.
+    resolve = getattr(args, "resolved_dict", None)
+    return dict(resolve()) if resolve is not None else vars(args)
+
+
 def _check_entry_point() -> None:
     from importlib.metadata import entry_points
 
-    if not any(e.value.startswith("ray_extract.") for e in entry_points(group="sglang.srt.plugins")):
+    ours = [e.name for e in entry_points(group="sglang.srt.plugins") if e.value.startswith("ray_extract.")]
+    wanted = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if ours and wanted and not set(ours) & set(wanted):
+        raise CaptureRefused(
+            f"SGLANG_PLUGINS = {','.join(wanted)} leaves the capture plugin out; add {ours[0]} to it, or unset it"
+        )
+    if not ours:
         raise CaptureRefused(
             "the capture plugin's entry point is not installed in the engine's environment: a source tree on the path "
             "has none; install the wheel there (pip install ray-extract, or `pip install .` in the repository)"
@@ -214,10 +304,9 @@ async def _handshake(folder: Path, timeout_s: float) -> None:
     for writer in range(spec.writers):
         path = folder / f"plugin.{writer}.json"
         if not path.exists():
-            raise CaptureRefused(
-                f"the engine started but scheduler {writer} did not load the capture plugin; "
-                "SGLANG_PLUGINS, if set, must contain ray_extract"
-            )
+            # SGLang logs a plugin that raises, and serves on without it.
+            why = failure_reason(folder) or "SGLang's log may say why"
+            raise CaptureRefused(f"the engine started but scheduler {writer} runs without the capture plugin: {why}")
         while (record := json.loads(path.read_text()))["state"] != "ready":
             failed = failure_reason(folder)
             if failed is not None:
@@ -239,10 +328,12 @@ def failure_reason(folder: Path) -> str | None:
     return None
 
 
-def _environment(version: str) -> dict[str, str]:
+def _environment(version: str, resolved: Mapping[str, Any]) -> dict[str, str]:
     import torch
 
     found = {"sglang": version, "torch": torch.__version__}
+    # What SGLang chooses itself and the last bits of the states depend on.
+    found |= {name: str(resolved[name]) for name in _CHOSEN if resolved.get(name) is not None}
     if torch.version.cuda is not None and torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name(0)
         found["cuda"] = torch.version.cuda

@@ -53,4 +53,4 @@ def ratios(request: pytest.FixtureRequest) -> Iterator[Ratios]:
     wall = results.Row("whole suite", "wall time", round(time.monotonic() - began), "s", 480, "lower")
     failed = results.Row("whole suite", "tests failed", request.session.testsfailed, "", 0, "lower")
     if found.whole:
-        results.write("truth-gpu", [*found.rows(1.2), failed, wall])
+        results.write("truth-gpu", [*found.rows(1.2), failed, wall], "python -m pytest tests/gpu")

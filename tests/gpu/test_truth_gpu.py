@@ -3,13 +3,15 @@
 Never the one bf16 against the other: on long rows both drift. One engine for each mode. All start at once, since a
 start is mostly the import of SGLang, and wait for their turn.
 
-    python -m pytest tests/gpu
+    python -m pytest tests/gpu                              # under 8 minutes
+    RAY_EXTRACT_GPU_INT4=1 python -m pytest tests/gpu       # int4 weights too
 
 The worst ratios go to benchmarks/results/truth-gpu.json, from which docs/capture.md shows them.
 """
 
 import concurrent.futures
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -63,7 +65,8 @@ MODES = {
     "kimi_k25": Mode("kimi_k25"),
 }
 # SGLang 0.5.16 compiles its int4 kernels when they first run, which takes longer than all other modes together.
-INT4_MODES = {family: Mode(family, args={"watchdog_timeout": 1800}) for family in ("qwen3_int4", "kimi_k25_int4")}
+if os.environ.get("RAY_EXTRACT_GPU_INT4"):
+    MODES |= {family: Mode(family, args={"watchdog_timeout": 1800}) for family in ("qwen3_int4", "kimi_k25_int4")}
 
 
 class GpuRig:
@@ -178,13 +181,17 @@ def prompts(lengths: Sequence[int], seed: int) -> list[Ids]:
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory, ratios: Ratios) -> Iterator[dict[str, Future[GpuRig]]]:
-    """All engines, started at once; one that does not start fails the tests of its mode only."""
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ratios: Ratios
+) -> Iterator[dict[str, Future[GpuRig]]]:
+    """The engines of all selected tests, started at once; one that does not start fails the tests of its mode only."""
     root = tmp_path_factory.mktemp("gpu")
     ratios.modes = set(MODES)
-    folders = {family: checkpoints.checkpoint(family, root) for family in {m.family for m in MODES.values()}}
-    with concurrent.futures.ThreadPoolExecutor(len(MODES)) as pool:
-        rigs = {name: pool.submit(GpuRig, name, folders[m.family], ratios) for name, m in MODES.items()}
+    selected = {item.callspec.params["gpu"] for item in request.session.items if isinstance(item, pytest.Function)}
+    modes = {name: mode for name, mode in MODES.items() if name in selected}
+    folders = {family: checkpoints.checkpoint(family, root) for family in {m.family for m in modes.values()}}
+    with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
+        rigs = {name: pool.submit(GpuRig, name, folders[m.family], ratios) for name, m in modes.items()}
         yield rigs
         for rig in rigs.values():
             if rig.exception() is None:
