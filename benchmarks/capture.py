@@ -90,6 +90,7 @@ class Pair:
                 boundaries=BOUNDARIES[shape],
                 dtype="BF16",
                 hidden=config["hidden_size"],
+                num_layers=config["num_hidden_layers"],
                 vocab_size=config["vocab_size"],
                 arena_bytes=arena_bytes,
                 log_dir=str(work / "logs"),

@@ -118,7 +118,7 @@ class CaptureConfig(_Section):
     """Which states are stored. A boundary b is the residual stream that enters layer b."""
 
     boundaries: Literal["eagle3"] | tuple[PositiveInt, ...] = "eagle3"
-    """Boundaries to store, ascending; `eagle3` is {2, N//2, N-3} for N layers."""
+    """Boundaries to store, ascending; `eagle3` is {2, N//2, N-3} for N layers, and N is what the final norm reads."""
     final: bool = True
     """Also store what enters the LM head: the last state after the final norm."""
     keep: Literal["all", "supervised"] = "all"

@@ -24,7 +24,7 @@ from ray_extract.capture.guard import Guard
 from ray_extract.capture.writer import FAULT_TEXT, Fault
 from ray_extract.config import Job
 from ray_extract.engine.base import Answer, EngineInfo
-from ray_extract.engine.canary import canary_prompts, judge_next_token, judge_states, load_head
+from ray_extract.engine.canary import canary_prompts, judge_final_norm, judge_next_token, judge_states, load_head
 from ray_extract.engine.process import EngineProcess
 from ray_extract.errors import ArenaError, CaptureRefused, EngineDied, EngineError
 from ray_extract.layout import RequestId
@@ -50,6 +50,7 @@ class ExtractorSetup:
         boundaries: resolved boundaries.
         dtype: safetensors code of the states.
         hidden: elements of a state.
+        num_layers: N; boundary N is what the final norm reads.
         vocab_size: token ids are 0 .. vocab_size - 1.
         arena_bytes: shared memory for images.
         log_dir: where engines log.
@@ -59,6 +60,7 @@ class ExtractorSetup:
     boundaries: tuple[int, ...]
     dtype: str
     hidden: int
+    num_layers: int
     vocab_size: int
     arena_bytes: int
     log_dir: str
@@ -489,6 +491,9 @@ class Extractor:
         judge_states([c.name for c in self.columns], rows)
         if not self._job.capture.final:
             return
+        if self._setup.num_layers in self._setup.boundaries:
+            longest = max(rows, key=lambda states: len(states[0]))
+            judge_final_norm(longest[-2], longest[-1])
         head = load_head(Path(self._job.model.path))
         if head is None:
             logger.warning("no plain LM head in %s: the final state was not compared with it", self._job.model.path)

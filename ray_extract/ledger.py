@@ -142,6 +142,7 @@ def run_identity(
         model={
             "fingerprint": shape.fingerprint,
             "architecture": shape.architecture,
+            "num_layers": shape.num_layers,
             "dtype": shape.dtype,
             "quantization": job.model.quantization,
             "weights": "random" if job.model.load_format == "dummy" else "checkpoint",

@@ -1,6 +1,7 @@
 """Stored states against Hugging Face Transformers, the reference for what a state is.
 
-Boundary b is `hidden_states[b]`, and `final` is the last entry, which Transformers hands out after the final norm.
+Boundary b below N is `hidden_states[b]`; `final` is the last entry, which Transformers hands out after the final norm;
+boundary N is what that norm reads.
 A token's error is the norm of the difference over the norm of the fp32 reference. States stored in fp32 must be within
 FP32_TOLERANCE. Of bf16 and fp16 nobody can ask that: two right programs differ by rounding. So Transformers runs in
 that type too, and the stored states must be about as near to the fp32 reference as its own are.
@@ -9,6 +10,7 @@ that type too, and the stored states must be about as near to the fp32 reference
 import dataclasses
 import gc
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +144,7 @@ def _hidden_states(
         with torch.inference_mode():
             for row in rows:
                 ids = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
-                states = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+                states = _boundaries(model, ids, layers)
                 at = torch.from_numpy(row.positions).to(model.device)
                 picked = {name: states[_index(name, len(states), layers)][0][at] for name in names}
                 found.append({name: state.float().cpu().numpy() for name, state in picked.items()})
@@ -155,12 +157,33 @@ def _hidden_states(
     return found
 
 
+def _boundaries(model: Any, ids: torch.Tensor, layers: int | None) -> list[torch.Tensor]:
+    """Boundaries 0 .. N of a row, and the final state; each [1, n, H]. Of a cut model, boundaries 0 .. layers.
+
+    Transformers hands the last boundary out through the final norm only, so it is taken where the norm reads it.
+    """
+    read: list[torch.Tensor] = []
+    norm = getattr(model, "norm", None) if layers is None else None
+    hook = norm.register_forward_pre_hook(lambda _, args: read.append(args[0])) if norm is not None else None
+    try:
+        states = list(model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states)
+    finally:
+        if hook is not None:
+            hook.remove()
+    if layers is not None:
+        return states
+    return [*states[:-1], *read[-1:], states[-1]]
+
+
 def _index(name: str, count: int, layers: int | None) -> int:
-    """Place of a state in the tuple of N + 1 that Transformers returns; the last of a cut model had no norm."""
+    """Place of a state among those of _boundaries."""
     which = name.removeprefix("state.")
-    if which == "final" and layers is None:
+    if which == "final":
         return count - 1
     boundary = int(which)
     if not 0 <= boundary < (count if layers is not None else count - 1):
-        raise ConfigError(f"--recompute: {name}: this checkpoint has {count - 1} layers, so it is another model")
+        raise ConfigError(
+            f"--recompute: {name}: this checkpoint has no such boundary, or Transformers' class keeps it to itself; "
+            f"try --boundary {boundary}"
+        )
     return boundary

@@ -191,6 +191,7 @@ def _worker_setup(prepared: Prepared) -> "WorkerSetup":
             boundaries=prepared.boundaries,
             dtype=TORCH_TO_CODE[shape.dtype],
             hidden=shape.hidden,
+            num_layers=shape.num_layers,
             vocab_size=shape.vocab_size,
             arena_bytes=job.run.arena_bytes or arena_size(prepared.units, job.run.units_in_flight),
             log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),

@@ -88,8 +88,11 @@ def _load(model_dir: Path) -> Any:
 def hf_states(model_dir: Path, input_ids: list[int]) -> list[NDArray[np.float32]]:
     """Hidden states of one row by Transformers in fp32, each [tokens, hidden].
 
-    Element b is boundary b, for b in 0..N-1; the last one, N, is the state after the final norm.
+    Element b is boundary b, for b in 0..N; the last one is the final state, after the final norm.
     """
+    model, read = _load(model_dir), []
+    hook = model.base_model.norm.register_forward_pre_hook(lambda _, args: read.append(args[0]))
     with torch.inference_mode():
-        out = _load(model_dir)(torch.tensor([input_ids]), output_hidden_states=True)
-    return [state[0].numpy() for state in out.hidden_states]
+        out = model(torch.tensor([input_ids]), output_hidden_states=True)
+    hook.remove()
+    return [state[0].numpy() for state in (*out.hidden_states[:-1], read[0], out.hidden_states[-1])]

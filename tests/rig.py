@@ -19,7 +19,7 @@ from ray_extract.extractor import Captured, Extractor, ExtractorSetup
 from ray_extract.records import RowFailure
 from ray_extract.shards.image import row_table
 
-BOUNDARIES = (2, 4, 5)
+BOUNDARIES = (2, 4, 5, models.LAYERS)  # the last one is what the final norm reads
 CHUNK = 64
 TOLERANCE = 1e-5
 
@@ -83,6 +83,7 @@ class Rig:
             boundaries=BOUNDARIES,
             dtype=stored_dtype,
             hidden=models.HIDDEN,
+            num_layers=models.LAYERS,
             vocab_size=models.VOCAB,
             arena_bytes=64 << 20,
             log_dir=str(cache / "logs"),
@@ -111,7 +112,7 @@ class Rig:
         found = np.zeros((len(rows), len(BOUNDARIES) + 1))
         for i, ids in enumerate(rows):
             reference = models.hf_states(self.model, ids.tolist())
-            for k, boundary in enumerate((*BOUNDARIES, models.LAYERS)):
+            for k, boundary in enumerate((*BOUNDARIES, -1)):
                 found[i, k] = relative_error(result.states[i][k], reference[boundary])
         return found
 

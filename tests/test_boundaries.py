@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ray_extract.capture.boundaries import (
     Numbering,
+    final_norm,
     from_boundary,
     resolve_boundaries,
     set_boundaries,
@@ -53,13 +54,13 @@ def test_the_defaults_of_all_systems_are_the_same_boundaries() -> None:
 
 
 def test_boundaries_that_are_listed_are_kept() -> None:
-    assert resolve_boundaries((1, 7), LAYERS) == (1, 7)
+    assert resolve_boundaries((1, 7, 8), LAYERS) == (1, 7, 8)
     assert resolve_boundaries((), LAYERS) == ()
 
 
-@pytest.mark.parametrize("boundary", [0, LAYERS, LAYERS + 1, -1])
+@pytest.mark.parametrize("boundary", [0, LAYERS + 1, -1])
 def test_a_boundary_that_sglang_cannot_capture_is_refused_with_the_range(boundary: int) -> None:
-    with pytest.raises(ConfigError, match=rf"capture.boundaries = .*{boundary} is outside 1\.\.7.*capture\.final"):
+    with pytest.raises(ConfigError, match=rf"capture.boundaries = .*{boundary} is outside 1\.\.8.*capture\.final"):
         resolve_boundaries((1, boundary), LAYERS)
 
 
@@ -214,3 +215,27 @@ def test_the_inner_model_may_be_no_torch_module() -> None:
             self.layers_to_capture = plain(ids)
 
     assert set_boundaries(Bare(), (3,)) == (3,)
+
+
+class WithNorm(torch.nn.Module):
+    """A multimodal class: the language model lies deeper, and the vision tower has layers too."""
+
+    def __init__(self, texts: int) -> None:
+        super().__init__()
+        self.vision = torch.nn.Module()
+        self.vision.layers = torch.nn.ModuleList([Layer()])
+        self.vision.norm = torch.nn.Identity()
+        self.texts = torch.nn.ModuleList(torch.nn.Module() for _ in range(texts))
+        for text in self.texts:
+            text.embed_tokens, text.layers, text.norm = Layer(), torch.nn.ModuleList([Layer()]), torch.nn.Identity()
+
+
+def test_the_final_norm_is_that_of_the_language_model() -> None:
+    model = WithNorm(1)
+    assert final_norm(model) is model.texts[0].norm
+
+
+@pytest.mark.parametrize("texts", [0, 2])
+def test_a_model_without_one_clear_final_norm_is_refused(texts: int) -> None:
+    with pytest.raises(CaptureRefused, match=rf"WithNorm: {texts} parts made of embed_tokens, layers and norm"):
+        final_norm(WithNorm(texts))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ray_extract.engine.canary import canary_prompts, judge_next_token, judge_states, load_head
+from ray_extract.engine.canary import canary_prompts, judge_final_norm, judge_next_token, judge_states, load_head
 from ray_extract.errors import CaptureRefused
 
 NAMES = ("state.2", "state.5", "state.final")
@@ -123,3 +123,24 @@ def test_the_head_is_found_through_an_index(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_has_no_head(tmp_path: Path) -> None:
     assert load_head(tmp_path) is None
+
+
+def through_norm(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(2)
+    read = 30 * torch.randn(64, HIDDEN, generator=made) + 5
+    centred = read - read.mean(dim=1, keepdim=True) if kind == "layer norm" else read
+    weight = torch.randn(HIDDEN, generator=made)
+    given = weight * centred / centred.square().mean(dim=1, keepdim=True).sqrt()
+    return read.bfloat16(), (given + (1 if kind == "layer norm" else 0)).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["RMS norm", "layer norm"])
+def test_a_state_and_what_the_final_norm_makes_of_it_pass(kind: str) -> None:
+    judge_final_norm(*through_norm(kind))
+
+
+def test_another_state_before_the_norm_is_refused() -> None:
+    read, given = through_norm("RMS norm")
+    for wrong in (read.roll(1, 0), torch.randn(read.shape), given.roll(1, 1), read + 3 * torch.randn(read.shape)):
+        with pytest.raises(CaptureRefused, match="the state before the final norm does not lead to the one after it"):
+            judge_final_norm(wrong, given)

@@ -24,7 +24,7 @@ VOCAB = 1000
 
 def setup(job: dict[str, Any], logs: Path, **changed: Any) -> ExtractorSetup:
     fields = {"boundaries": (2, 4, 5), "dtype": "BF16", "hidden": HIDDEN, "vocab_size": VOCAB, "arena_bytes": 1 << 20}
-    return ExtractorSetup(job=job, log_dir=str(logs), **{**fields, **changed})
+    return ExtractorSetup(job=job, num_layers=8, log_dir=str(logs), **{**fields, **changed})
 
 
 def test_killed_engine_host_repeats_only_the_rows_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,3 +127,26 @@ def test_states_are_taken_once_in_a_pass(case: Case) -> None:
     assert len(issued) == 1 and case.marks() == ([0, 0], LENGTHS, False)
     raw = case.live.layout.state_bytes(case.live.extent.buffer, case.live.layout.columns[0])
     assert (raw.view(np.float32) == 1).all()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_the_final_norm_reads_goes_before_what_it_gives(case: Case, fused: bool) -> None:
+    seen: list[list[torch.Tensor]] = []
+    case.hooks._writer.issue = lambda work, ids, states: seen.append(states)  # type: ignore[method-assign, union-attr]
+    given, read, aux = (torch.full((sum(LENGTHS), HIDDEN), float(i)) for i in range(3))
+
+    def forward(runner: Any, batch: Any) -> Any:
+        # SGLang's fused norm leaves the sum of both in its second argument; alone, it reads its only one.
+        output, args = ((given, read), (given, read)) if fused else (given, (read,))
+        case.hooks.after_final_norm(None, args, output)
+        case.hooks.around_logits(lambda *a: None, None, torch.zeros(8), given, None, None, [aux])
+        return SimpleNamespace(logits_output=SimpleNamespace())
+
+    for _ in range(2):
+        case.hooks.around_forward(forward, SimpleNamespace(is_draft_worker=False), case.batch)
+    assert [[float(s[0, 0]) for s in states] for states in seen] == [[2.0, 1.0, 0.0]]
+
+
+def test_a_norm_outside_of_a_pass_of_ours_leaves_nothing(case: Case) -> None:
+    case.hooks.after_final_norm(None, (torch.ones(1, HIDDEN),), torch.ones(1, HIDDEN))
+    assert case.hooks._prenorm is None

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from models import LAYERS, VOCAB, hf_states, tiny_model
+from models import VOCAB, hf_states, tiny_model
 from outputs import NAMES, make_output, random_states
 from safetensors.torch import load_file, save_file
 
@@ -248,7 +248,7 @@ def model_states(folder):
     def states(name, ids):
         found = hf_states(folder, ids.tolist())
         which = name.removeprefix("state.")
-        return found[LAYERS] if which == "final" else found[int(which)]
+        return found[-1] if which == "final" else found[int(which)]
 
     return states
 

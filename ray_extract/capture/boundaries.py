@@ -85,10 +85,10 @@ def resolve_boundaries(wanted: Literal["eagle3"] | tuple[int, ...], num_layers: 
             )
         return bounds
     for b in wanted:
-        if not 1 <= b < num_layers:
+        if not 1 <= b <= num_layers:
             raise ConfigError(
-                f"capture.boundaries = {list(wanted)}: {b} is outside 1..{num_layers - 1}, what SGLang captures "
-                f"of a model with {num_layers} layers (the state after the last layer is capture.final, after the norm)"
+                f"capture.boundaries = {list(wanted)}: {b} is outside 1..{num_layers}, what can be captured of a model "
+                f"with {num_layers} layers ({num_layers} is what the final norm reads; what it gives is capture.final)"
             )
     return tuple(wanted)
 
@@ -135,6 +135,27 @@ def set_boundaries(model: Any, boundaries: tuple[int, ...]) -> tuple[int, ...]:
         f"model class {type(model).__name__}: asked for boundaries {list(boundaries)}, the engine would capture "
         f"{list(got)}"
     )
+
+
+def final_norm(model: Any) -> Any:
+    """The module that reads boundary N, for a hook on it.
+
+    No setter of SGLang names this boundary: its models look for captured layers as they enter a layer.
+
+    Args:
+        model: the `model` of an SGLang ModelRunner.
+
+    Raises:
+        CaptureRefused: none, or several, of the model's parts have decoder layers and a norm behind them.
+    """
+    parts = ("embed_tokens", "layers", "norm")
+    found = [m for m in _submodules(model) if all(hasattr(m, part) for part in parts)]
+    if len(found) != 1:
+        raise CaptureRefused(
+            f"model class {type(model).__name__}: {len(found)} parts made of embed_tokens, layers and norm, expected "
+            "one, so the state before the final norm cannot be found; leave the last boundary out"
+        )
+    return found[0].norm
 
 
 # DeepSeek's EAGLE3 setter cannot name boundary 1 (an id list that starts with 1 is shifted, one that does not is not);

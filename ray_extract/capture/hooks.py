@@ -16,7 +16,7 @@ import torch
 
 from ray_extract.capture import compat
 from ray_extract.capture.arena import AttachedArena
-from ray_extract.capture.boundaries import set_boundaries
+from ray_extract.capture.boundaries import final_norm, set_boundaries
 from ray_extract.capture.copier import TORCH_DTYPES, CudaCopier, open_copier
 from ray_extract.capture.plugin import report_failure, write_json
 from ray_extract.capture.writer import Fault, Work, Writer
@@ -40,6 +40,7 @@ class Hooks:
         self._arena = AttachedArena(folder)
         self._writer: Writer | None = None
         self._work: Work | None = None
+        self._prenorm: torch.Tensor | None = None  # of the open pass, where the plan stores it
 
     def around_load_model(self, original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
         """Set what the model hands over and take memory, before the KV cache is sized. Raises, so that SGLang ends."""
@@ -82,7 +83,13 @@ class Hooks:
         name = compat.logits_processor_overridden(runner.model)
         if name is not None:
             raise CaptureRefused(f"{type(runner.model).__name__}: its {name} overrides LogitsProcessor.forward")
-        return set_boundaries(runner.model, spec.boundaries)
+        layers = int(runner.model_config.num_hidden_layers)
+        below = tuple(b for b in spec.boundaries if b < layers)
+        got = set_boundaries(runner.model, below)
+        if below == spec.boundaries:
+            return got
+        final_norm(runner.model).register_forward_hook(self.after_final_norm)
+        return (*got, layers)
 
     def _report_ready(self, copier: Any, index: int, record: dict[str, Any]) -> None:
         try:
@@ -123,6 +130,7 @@ class Hooks:
         """Open a pass from the batch as the scheduler made it: later copies of it lose the request ids."""
         if self._writer is None or runner.is_draft_worker or self._work is not None:
             return original(runner, forward_batch, *args, **kwargs)
+        self._prenorm = None
         work = self._work = self._open(forward_batch)
         if work is None:
             return original(runner, forward_batch, *args, **kwargs)
@@ -155,6 +163,15 @@ class Hooks:
             self._fail(getattr(forward_batch, "rids", None) or ())
             return None
 
+    def after_final_norm(self, norm: Any, args: tuple[Any, ...], output: Any) -> None:
+        """Keep what the final norm read: with a residual given, the sum that it made of both.
+
+        SGLang's norms return (normed, sum) then, on CUDA in place of their arguments (0.5.16 and 0.5.20
+        `layers/layernorm.py`); alone, the argument stays as it was.
+        """
+        if self._work is not None:
+            self._prenorm = output[1] if isinstance(output, tuple) else args[0]
+
     def around_logits(
         self,
         original: Callable[..., Any],
@@ -183,12 +200,13 @@ class Hooks:
     def _states(self, final: torch.Tensor, aux: Any) -> list[torch.Tensor]:
         """The states in the order of the spec; `aux` is a list of [T, H], or from 0.5.18 on one packed [T, K*H]."""
         spec = self._arena.spec
-        if not spec.boundaries:
-            states = []
-        elif isinstance(aux, torch.Tensor):
+        if isinstance(aux, torch.Tensor):
             states = list(torch.split(aux, spec.hidden, dim=-1))
         else:
             states = list(aux or ())
+        if self._prenorm is not None:
+            states.append(self._prenorm)
+            self._prenorm = None
         return [*states, final] if spec.final else states
 
     def before_process_batch_result(self, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> None:

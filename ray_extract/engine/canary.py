@@ -23,6 +23,8 @@ _HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight")  # the second one where 
 _BLOCK = 16384
 # The engine rounds its logits to the model's type; near ties within that rounding may fall either way.
 _LOGIT_TOLERANCE = 2.0**-6
+# Rounding to bf16 leaves 0.003; an unrelated state about 0.99.
+_NORM_TOLERANCE = 0.02
 
 
 def canary_prompts(vocab_size: int, longest: int) -> list[npt.NDArray[np.int32]]:
@@ -52,6 +54,31 @@ def judge_states(names: Sequence[str], rows: Sequence[Sequence[torch.Tensor]]) -
             for j in range(i):
                 if torch.equal(first, states[j]):
                     raise CaptureRefused(f"canary: {names[j]} and {names[i]} are the same")
+
+
+def judge_final_norm(prenorm: torch.Tensor, final: torch.Tensor) -> None:
+    """Check that one state is the other through a norm: the same weights for every token, whatever they are.
+
+    Args:
+        prenorm: [tokens, hidden], what the final norm reads; at least two tokens.
+        final: [tokens, hidden], what it gives.
+
+    Raises:
+        CaptureRefused: no RMS norm, and no layer norm, leads from one to the other.
+    """
+    read, given = prenorm.float(), final.float()
+    error = 1.0
+    for centred in (read, read - read.mean(dim=1, keepdim=True)):
+        scaled = centred / centred.square().mean(dim=1, keepdim=True).sqrt()
+        # One weight and one offset for each channel, as least squares over the tokens finds them.
+        x, y = scaled - scaled.mean(dim=0), given - given.mean(dim=0)
+        weight = (x * y).sum(dim=0) / x.square().sum(dim=0).clamp_min(1e-12)
+        error = min(error, float((y - weight * x).norm() / y.norm().clamp_min(1e-12)))
+    if error > _NORM_TOLERANCE:
+        raise CaptureRefused(
+            f"canary: the state before the final norm does not lead to the one after it (they differ by {error:.2f}): "
+            "one of the two is another state"
+        )
 
 
 def load_head(model_path: Path) -> torch.Tensor | None:

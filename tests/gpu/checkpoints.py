@@ -218,7 +218,10 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).cuda().eval()
 
     def states(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """Hidden states [tokens, hidden] in fp32 on the GPU; the last one is after the final norm."""
+        """Boundaries 0 .. N and the final state, each [tokens, hidden] in fp32 on the GPU."""
+        inner, read = self._model.model, []
+        hook = inner.norm.register_forward_pre_hook(lambda _, args: read.append(args[0]))
         with torch.inference_mode():
-            out = self._model.model(ids[None].cuda(), output_hidden_states=True)
-        return [state[0].float() for state in out.hidden_states]
+            out = inner(ids[None].cuda(), output_hidden_states=True).hidden_states
+        hook.remove()
+        return [state[0].float() for state in (*out[:-1], read[0], out[-1])]

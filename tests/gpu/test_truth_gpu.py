@@ -31,7 +31,7 @@ from ray_extract.extractor import Extractor, ExtractorSetup
 from ray_extract.layout import RequestId
 from ray_extract.shards.image import lay_out, row_table, write_table
 
-BOUNDARIES = (2, 4, 5)
+BOUNDARIES = (2, 4, 5, checkpoints.LAYERS)  # the last one is what the final norm reads
 FACTOR = 1.2
 LENGTHS = (1, 16, 17, 511, 512, 513, 1792, 16384)
 
@@ -103,6 +103,7 @@ class GpuRig:
                 boundaries=BOUNDARIES,
                 dtype="BF16",
                 hidden=checkpoints.HIDDEN,
+                num_layers=checkpoints.LAYERS,
                 vocab_size=checkpoints.VOCAB,
                 arena_bytes=1 << 30,
                 log_dir=str(folder.parent / "logs"),
@@ -141,7 +142,7 @@ class GpuRig:
         between a half and two. So there the mean over the rows of the median token's error is compared; and each row's
         own must be small, where that of a wrong row would be about 1.4.
         """
-        found: dict[int, list[tuple[float, float]]] = {b: [] for b in (*BOUNDARIES, checkpoints.LAYERS)}
+        found: dict[int, list[tuple[float, float]]] = {b: [] for b in (*BOUNDARIES, -1)}
         for ids, states in zip(rows, self.run(rows), strict=True):
             tensor = torch.from_numpy(ids.astype(np.int64))
             exact, theirs = self.fp32.states(tensor), self.bf16.states(tensor)
@@ -259,7 +260,7 @@ def test_many_short_rows(gpu: GpuRig) -> None:
     errors = []
     for ids, states in zip(rows[:40], gpu.run(rows)[:40], strict=True):
         exact = gpu.fp32.states(torch.from_numpy(ids.astype(np.int64)))
-        for state, boundary in zip(states, (*BOUNDARIES, checkpoints.LAYERS), strict=True):
+        for state, boundary in zip(states, (*BOUNDARIES, -1), strict=True):
             errors.append(token_error(state.cuda().float(), exact[boundary]))
     # A state in another's place is off by about 1.4; a single token with another expert by up to 0.6.
     assert max(errors) < (0.7 if gpu.experts else 0.1)
