@@ -310,8 +310,8 @@ class S3Store(Store):
     def _get(self, key: str) -> bytes:
         return bytes(obstore.get(self._store, key).bytes())
 
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
-        return bytes(obstore.get_range(self._store, key, start=start, length=length))
+    def _get_range(self, key: str, start: int, length: int) -> Buffer:
+        return memoryview(obstore.get_range(self._store, key, start=start, length=length))
 
     def _size(self, key: str) -> int:
         return obstore.head(self._store, key)["size"]

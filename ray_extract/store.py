@@ -125,6 +125,14 @@ class Store(abc.ABC):
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Exactly `length` bytes from `start`. Raises StoreError if the object ends before."""
+        data = self._range(key, start, length)
+        return data if isinstance(data, bytes) else bytes(data)
+
+    def get_view(self, key: str, start: int, length: int) -> memoryview:
+        """As get_range, but as the client holds it: S3's is not copied. Read-only."""
+        return memoryview(self._range(key, start, length)).toreadonly()
+
+    def _range(self, key: str, start: int, length: int) -> Buffer:
         if length == 0:
             return b""
         with self._errors(key):
@@ -172,7 +180,7 @@ class Store(abc.ABC):
     def _get(self, key: str) -> bytes: ...
 
     @abc.abstractmethod
-    def _get_range(self, key: str, start: int, length: int) -> bytes: ...
+    def _get_range(self, key: str, start: int, length: int) -> Buffer: ...
 
     @abc.abstractmethod
     def _size(self, key: str) -> int: ...

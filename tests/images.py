@@ -145,6 +145,10 @@ class MemoryStore:
         self.reads.append((key, start, length))
         return self.objects[key][start : start + length]
 
+    def get_view(self, key: str, start: int, length: int) -> memoryview:
+        """The same as a view."""
+        return memoryview(self.get_range(key, start, length))
+
     def head(self, key: str) -> ObjectInfo | None:
         """The size, or None."""
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None

@@ -86,6 +86,9 @@ def make_output(
     states: States | None = None,
     finish: bool = True,
     leave_out: Sequence[str] = (),
+    boundaries: Sequence[int] = BOUNDARIES,
+    final: bool = True,
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
 ) -> Output:
     """Write an output.
 
@@ -96,13 +99,17 @@ def make_output(
         failed: rows that failed, by index.
         finish: write the manifest too.
         leave_out: units without a commit.
+        boundaries, final: what is captured; give `states` for others than NAMES.
+        rows: token ids and loss mask of each row, in place of random ones of these lengths.
     """
     rng = np.random.default_rng(0)
     records = []
-    for length in lengths:
+    for length in lengths if rows is None else ():
         mask = rng.integers(0, 2, length)
         mask[-1:] = 1
         records.append({"input_ids": rng.integers(0, vocab, length).tolist(), "loss_mask": mask.tolist()})
+    for ids, given in rows or ():
+        records.append({"input_ids": list(ids), "loss_mask": list(given)})
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -111,27 +118,27 @@ def make_output(
         {
             "model": {"path": "made-up"},
             "dataset": {"paths": [str(data)]},
-            "capture": {"boundaries": BOUNDARIES, "keep": keep},
+            "capture": {"boundaries": boundaries, "final": final, "keep": keep},
             "output": {"url": url, "format": format, "max_rows": rows_per_unit},
         }
     )
     shape = ModelShape("made-up", "LlamaForCausalLM", "llama", 8, hidden, dtype, 4096, vocab, "0" * 64)
-    columns = state_columns(BOUNDARIES, True, TORCH_TO_CODE[dtype], hidden)
+    columns = state_columns(boundaries, final, TORCH_TO_CODE[dtype], hidden)
     store = open_store(url, storage_options or {})
     ledger = Ledger(store)
-    ledger.claim(run_identity(job, shape, BOUNDARIES, [{"path": "rows.jsonl"}], ""), {"ray_extract": "test"})
+    ledger.claim(run_identity(job, shape, boundaries, [{"path": "rows.jsonl"}], ""), {"ray_extract": "test"})
     index, units = load_or_make_plan(store, job, shape, sum(c.token_bytes for c in columns))
     prepared = PreparedRows(store, index)
     stored: dict[int, dict[str, npt.NDArray[np.uint8]]] = {}
     for unit in units:
         if unit.unit in leave_out:
             continue
-        rows = [row for row in prepared.read(unit.first, unit.end) if row.reason is None]
-        table = row_table([r.index for r in rows], [r.input_ids for r in rows], [r.loss_mask for r in rows], keep)
+        usable = [row for row in prepared.read(unit.first, unit.end) if row.reason is None]
+        table = row_table([r.index for r in usable], [r.input_ids for r in usable], [r.loss_mask for r in usable], keep)
         layout = lay_out(table, columns, {"unit": unit.unit})
         buffer = memoryview(bytearray(layout.nbytes))
         write_table(layout, table, buffer)
-        for place, row in enumerate(rows):
+        for place, row in enumerate(usable):
             positions = np.arange(len(row.input_ids)) if keep == "all" else np.flatnonzero(row.loss_mask)
             for column in columns:
                 values = (states or random_states(hidden))(column.name, row.input_ids)[positions]
@@ -139,7 +146,7 @@ def make_output(
                 layout.state_bytes(buffer, column)[table.cu_kept[place] : table.cu_kept[place + 1]] = part
                 if row.index not in failed:
                     stored.setdefault(row.index, {})[column.name] = part
-        image = seal_image(table, columns, buffer, layout, [i for i, r in enumerate(rows) if r.index in failed])
+        image = seal_image(table, columns, buffer, layout, [i for i, r in enumerate(usable) if r.index in failed])
         key = shard_key(unit.unit, ATTEMPT, format)
         size = (
             write_raw(store, key, buffer)
@@ -155,11 +162,13 @@ def make_output(
                 format=format,
                 size=size,
                 sha256=sha256_other(layout, buffer),
-                rows=len(rows),
+                rows=len(usable),
                 tokens=int(np.diff(table.cu_seqlens)[ok].sum()),
                 kept=int(np.diff(table.cu_kept)[ok].sum()),
                 failures=tuple(
-                    RowFailure(r.index, RowStatus.INCOMPLETE, "one token is missing") for r in rows if r.index in failed
+                    RowFailure(r.index, RowStatus.INCOMPLETE, "one token is missing")
+                    for r in usable
+                    if r.index in failed
                 ),
                 digests=layout.small(buffer, "digest").tobytes(),
                 environment={},

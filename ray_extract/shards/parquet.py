@@ -351,6 +351,21 @@ def open_parquet(store: Store, key: str) -> ParquetShard:
             size = info.size
             # pre_buffer merges the small columns of a row group into one read.
             file = pq.ParquetFile(StoredFile(store, key, size), pre_buffer=True)
+        return _open(key, size, file)
+
+
+def open_parquet_image(key: str, image: memoryview) -> ParquetShard:
+    """Open a Parquet shard whose object lies in memory; nothing is copied.
+
+    Raises:
+        ShardError: truncated, altered, or not a Parquet shard of this release.
+    """
+    with _explained(key):
+        return _open(key, len(image), pq.ParquetFile(pa.BufferReader(pa.py_buffer(image))))
+
+
+def _open(key: str, size: int, file: pq.ParquetFile) -> ParquetShard:
+    with _explained(key):
         columns, metadata = _parse_schema(key, file.schema_arrow)
         names = [name for name, _ in _ROW_FIELDS]
         table = file.read(columns=names, use_threads=False)

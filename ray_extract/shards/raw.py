@@ -32,6 +32,7 @@ _KINDS = {
     "amax": ("F32", 2),
     "input_ids": ("I32", 1),
 }
+_NOTHING = memoryview(b"")
 _TABLE = ("row", "cu_seqlens", "cu_kept", "cu_spans", "spans", "input_ids", "loss_mask")
 _STATS = ("sumsq", "amax", "nonfinite", "zero")
 
@@ -54,13 +55,14 @@ class RawShard(Shard):
         key: the object's key.
         layout: where its tensors lie.
         read: reads a range of it.
+        head: its first bytes, as far as they were read already.
     """
 
-    def __init__(self, key: str, layout: ImageLayout, read: Read) -> None:
+    def __init__(self, key: str, layout: ImageLayout, read: Read, head: memoryview = _NOTHING) -> None:
         self.layout = layout
         self._read = read
         self._tensors = layout.tensors
-        small = read(0, layout.states_offset)
+        small = head if len(head) >= layout.states_offset else read(0, layout.states_offset)
         tensor: dict[str, Any] = {name: layout.small(small, name) for name in _KINDS}
         contents = ShardContents(
             columns=layout.columns,
@@ -104,7 +106,38 @@ def open_raw(store: Store, key: str) -> RawShard:
         StoreError: the store failed.
     """
     path = store.local_path(key)
-    read, size = _map_file(key, path) if path is not None else _read_ranges(store, key)
+    return _open(key, *(_map_file(key, path) if path is not None else read_ranges(store, key)))
+
+
+def open_raw_image(key: str, image: memoryview) -> RawShard:
+    """Open a raw shard whose object lies in memory; nothing is copied, and its states are views of `image`.
+
+    Raises:
+        ShardError: truncated, altered, or not a raw shard of this release.
+    """
+    return _open(key, lambda start, length: image[start : start + length], len(image))
+
+
+def _open(key: str, read: Read, size: int) -> RawShard:
+    layout, head = read_layout(key, read, size)
+    return RawShard(key, layout, read, head)
+
+
+def read_layout(key: str, read: Read, size: int) -> tuple[ImageLayout, memoryview]:
+    """Read and check a raw shard's layout.
+
+    Args:
+        key: the object's key, for messages.
+        read: reads a range of it.
+        size: its bytes.
+
+    Returns:
+        The layout, and the object's first bytes: at least the header.
+
+    Raises:
+        ShardError: truncated, altered, or not a raw shard of this release.
+        StoreError: the store failed.
+    """
     head = read(0, min(size, HEAD_BYTES))
     if len(head) < 8:
         raise ShardError(f"{key}: {size} bytes are no safetensors file")
@@ -123,7 +156,7 @@ def open_raw(store: Store, key: str) -> RawShard:
     if layout.nbytes != size:
         what = "truncated" if size < layout.nbytes else "too long"
         raise ShardError(f"{key}: {what}: {size} bytes, its header says {layout.nbytes}")
-    return RawShard(key, layout, read)
+    return layout, head
 
 
 def image_shard(layout: ImageLayout, buffer: memoryview) -> RawShard:
@@ -142,15 +175,14 @@ def _map_file(key: str, path: Path) -> tuple[Read, int]:
     return (lambda start, length: view[start : start + length]), size
 
 
-def _read_ranges(store: Store, key: str) -> tuple[Read, int]:
+def read_ranges(store: Store, key: str) -> tuple[Read, int]:
+    """A way to read an object's ranges, and its size. Raises NotFound if there is no such object."""
     info = store.head(key)
     if info is None:
         raise NotFound(f"{key}: no such shard")
 
     def read(start: int, length: int) -> memoryview:
-        if length == 0:
-            return memoryview(b"")
-        part = memoryview(store.get_range(key, start, length))
+        part = store.get_view(key, start, length)
         if len(part) != length:
             raise ShardError(f"{key}: truncated: {len(part)} of {length} bytes at {start}")
         return part

@@ -1,9 +1,9 @@
-"""Open a shard of either format."""
+"""Open a shard of either format, from a store or from memory."""
 
 from ray_extract.errors import ShardError
 from ray_extract.shards.base import Shard
-from ray_extract.shards.parquet import open_parquet
-from ray_extract.shards.raw import open_raw
+from ray_extract.shards.parquet import open_parquet, open_parquet_image
+from ray_extract.shards.raw import open_raw, open_raw_image
 from ray_extract.store import Store
 
 
@@ -19,4 +19,26 @@ def open_shard(store: Store, key: str, format: str) -> Shard:
         return open_raw(store, key)
     if format == "parquet":
         return open_parquet(store, key)
-    raise ShardError(f"{key}: format {format!r} is unknown to this release; it reads raw and parquet")
+    raise _unknown(key, format)
+
+
+def open_image(key: str, format: str, image: memoryview) -> Shard:
+    """Open a shard whose object lies in memory, as open_shard does; nothing is copied.
+
+    Args:
+        key: the object's key, for messages.
+        format: `raw` or `parquet`.
+        image: its bytes. A raw shard's states are views of it, so bytes of states that are not read may be missing.
+
+    Raises:
+        ShardError: truncated, altered, or not a shard of this release; an unknown format.
+    """
+    if format == "raw":
+        return open_raw_image(key, image)
+    if format == "parquet":
+        return open_parquet_image(key, image)
+    raise _unknown(key, format)
+
+
+def _unknown(key: str, format: str) -> ShardError:
+    return ShardError(f"{key}: format {format!r} is unknown to this release; it reads raw and parquet")
