@@ -1,9 +1,10 @@
-"""ray-extract plan | run | status | verify."""
+"""ray-extract plan | run | status | verify | export."""
 
 import argparse
 import json
 import logging
 import sys
+import uuid
 from collections.abc import Sequence
 
 from ray_extract import layout, run
@@ -11,6 +12,7 @@ from ray_extract.config import load_job
 from ray_extract.errors import ConfigError, NotFound, RayExtractError
 from ray_extract.ledger import Ledger, latest_manifest
 from ray_extract.plan import estimate, load_or_make_plan
+from ray_extract.presets import TARGETS
 from ray_extract.store import open_store
 
 EXIT_NOT_VERIFIED = 1
@@ -21,15 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ray-extract", description="Hidden states of large language models, at scale."
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | run | status | verify")
+    commands = parser.add_subparsers(required=True, metavar="plan | run | status | verify | export")
 
     for name, action, text in (
         ("plan", _plan, "say what a job would extract and what it takes; writes nothing"),
         ("run", _run, "run a job, or what is left of it"),
     ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--config", metavar="JOB.YAML", help="the job file")
-        command.add_argument("overrides", nargs="*", metavar="section.key=value")
+        run.add_job_arguments(command)
         command.set_defaults(action=action)
 
     status = commands.add_parser("status", help="how far a run is, from its output alone")
@@ -54,7 +55,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.add_argument("--seed", type=int, default=0, help="which rows --recompute takes")
     verify.set_defaults(action=_verify)
 
-    for command in (status, verify):
+    export = commands.add_parser("export", help="write a finished run's states in the format of a trainer")
+    export.add_argument("url", help="output.url of the run")
+    export.add_argument(
+        "--to", required=True, choices=sorted({t.trainer for t in TARGETS.values()}), help="the trainer"
+    )
+    export.add_argument(
+        "--strategy", default="eagle3", choices=sorted({t.strategy for t in TARGETS.values()}), help="what it trains"
+    )
+    export.add_argument("--out", required=True, metavar="DIR", help="a folder; run again to go on with it")
+    export.add_argument(
+        "--draft-config", metavar="FILE", help="the draft's config.json: its layers and vocabulary sizes"
+    )
+    export.add_argument(
+        "--boundaries", type=_numbers, metavar="B,B,...", help="which, in the draft's order, if the run has more"
+    )
+    export.add_argument(
+        "--draft-vocab", type=int, metavar="D", help="write the maps of a reduced vocabulary of D tokens"
+    )
+    export.add_argument("--vocab-size", type=int, metavar="V", help="tokens of the target's vocabulary")
+    export.add_argument("--max-length", type=int, metavar="T", help="cut rows to T tokens, as the trainer would")
+    export.add_argument(
+        "--min-supervised", type=int, default=1, metavar="M", help="leave out rows with fewer supervised tokens"
+    )
+    export.add_argument(
+        "--link", action="store_true", help="speculators: leave the states in the run, for the backend ray_extract"
+    )
+    export.set_defaults(action=_export)
+
+    for command in (status, verify, export):
         command.add_argument(
             "--option", action="append", default=[], metavar="KEY=VALUE", help="as output.storage_options of the job"
         )
@@ -69,10 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    job, shape, boundaries, _ = run.check_job(load_job(args.config, args.overrides))
+    job, shape, boundaries, _ = run.check_job(load_job(args.config, run.overrides(args)))
     size = run.token_bytes(job, shape, boundaries)
-    # A plan for looking at claims no output.
-    index, units = load_or_make_plan(open_store("memory://ray_extract-plan"), job, shape, size)
+    # A plan for looking at claims no output, and memory:// is one for the whole process.
+    index, units = load_or_make_plan(open_store(f"memory://ray_extract-plan-{uuid.uuid4().hex}"), job, shape, size)
     arena = job.run.arena_bytes or run.arena_size(units, job.run.units_in_flight)
     states = ", ".join([*map(str, boundaries), *(["final"] if job.capture.final else [])])
     _print(
@@ -85,7 +114,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return run.main([*(["--config", args.config] if args.config else []), *args.overrides])
+    return run.main([*(["--config", args.config] if args.config else []), *run.overrides(args)])
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -130,6 +159,33 @@ def _verify(args: argparse.Namespace) -> int:
     )
     _print(*report.lines())
     return 0 if report.ok else EXIT_NOT_VERIFIED
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ray_extract.exporters.export import Request, export
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
+    report = export(
+        Request(
+            url=args.url,
+            target=f"{args.to}-{args.strategy}",
+            out=args.out,
+            boundaries=args.boundaries,
+            draft_config=args.draft_config,
+            draft_vocab=args.draft_vocab,
+            vocab_size=args.vocab_size,
+            max_length=args.max_length,
+            min_supervised=args.min_supervised,
+            link=args.link,
+            storage_options=_options(args.option),
+        )
+    )
+    _print(*report.lines())
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
 
 
 def _count(text: str) -> int:

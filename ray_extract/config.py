@@ -117,6 +117,11 @@ class EngineConfig(_Section):
 class CaptureConfig(_Section):
     """Which states are stored. A boundary b is the residual stream that enters layer b."""
 
+    preset: str | None = None
+    """A trainer and strategy of presets.py, such as `specforge-eagle3`: sets boundaries, final and keep to fit it."""
+    draft_config: str | None = None
+    """The draft's config.json for `preset`, whose layer ids give the boundaries; the trainer's default when absent."""
+
     boundaries: Literal["eagle3"] | tuple[PositiveInt, ...] = "eagle3"
     """Boundaries to store, ascending; `eagle3` is {2, N//2, N-3} for N layers, and N is what the final norm reads."""
     final: bool = True
@@ -140,6 +145,8 @@ class OutputConfig(_Section):
     """Most rows in one shard."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Options of the store (for S3: endpoint, region ...); prefer the environment for credentials."""
+    head: bool = True
+    """Also store the model's LM head, embedding and final norm as head.safetensors, for training without the model."""
     accept_weak_create: bool = False
     """Run on a store that ignores create-if-absent, at the risk of two drivers committing the same unit."""
 

@@ -11,6 +11,8 @@ PLAN_KEY = "plan/plan.json"
 UNITS_KEY = "plan/units.parquet"
 PROGRESS_KEY = "progress.json"
 SUCCESS_KEY = "_SUCCESS"
+HEAD_KEY = "head.safetensors"
+COUNTS_KEY = "token-counts.safetensors"
 SHARDS_PREFIX = "shards/"
 COMMITS_PREFIX = "commits/"
 

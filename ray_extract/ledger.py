@@ -405,6 +405,8 @@ def manifest_rows(
 ) -> Iterator[dict[str, Any]]:
     """Join rows, plan and commits, all in order, into records of MANIFEST_SCHEMA; streaming, one unit in memory.
 
+    The receipt of a unit is taken before the unit's rows.
+
     Args:
         rows: every row of the data set, by index from 0.
         units: the plan, by first row.
@@ -595,8 +597,10 @@ def read_manifest(store: Store) -> pa.Table:
     if key is None:
         raise ShardError(f"{store.url}: no manifest; the run has not finished, or this is not an output of ray_extract")
     try:
-        return pq.read_table(pa.BufferReader(store.get(key)), schema=MANIFEST_SCHEMA)
-    except pa.ArrowException as error:
+        # Not read_table, whose threads abort a process that ends while they start ("terminate called without ...").
+        table = pq.ParquetFile(pa.BufferReader(store.get(key))).read(use_threads=False)
+        return table.cast(MANIFEST_SCHEMA)
+    except (pa.ArrowException, ValueError) as error:
         raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
 
 

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import platform
 import signal
@@ -22,14 +23,18 @@ from typing import TYPE_CHECKING
 import ray_extract
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import Job, load_job
+from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.chat import template_fingerprint
+from ray_extract.dataset.prepare import PreparedRow
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.dataset.source import source_fingerprint
 from ray_extract.engine.base import check_engine
 from ray_extract.errors import AccessDenied, ConfigError, Drained, NotFound, OutOfSpace, RayExtractError
-from ray_extract.ledger import Ledger, RowHead, Totals, run_identity, write_manifest, write_success
+from ray_extract.head import write_head
+from ray_extract.ledger import Ledger, Totals, run_identity, write_manifest, write_success
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, show_bytes
+from ray_extract.presets import TARGETS, apply_preset
 from ray_extract.records import Unit
 from ray_extract.shards.image import TORCH_TO_CODE, state_columns
 from ray_extract.store import Store, open_store, probe_create
@@ -103,6 +108,7 @@ def check_job(job: Job) -> tuple[Job, ModelShape, tuple[int, ...], Store]:
     shape = describe_model(job.model)
     job = _absolute(job, shape)
     check_engine(job, shape.context_length)
+    job = job.model_copy(update={"capture": apply_preset(job.capture, shape.num_layers)})
     boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
     if "://" not in job.output.url and Path(job.output.url).is_file():
         raise ConfigError(f"output.url = {job.output.url!r}: is a file; name a folder")
@@ -147,10 +153,16 @@ def run(job: Job) -> Summary:
         logger.info(line)
     if done:
         logger.info("%d of %d units are committed already", len(prepared.units) - len(todo), len(prepared.units))
+    write_head(prepared.store, prepared.job, prepared.shape)
     tokens, seconds = _extract(prepared, todo) if todo else (0, 0.0)
+    counting = Counting(prepared.shape.vocab_size)
     manifest, totals = write_manifest(
-        prepared.store, _row_heads(prepared), prepared.units, prepared.ledger.whole_receipts()
+        prepared.store,
+        counting.heads(_rows(prepared), prepared.job.capture.keep),
+        prepared.units,
+        counting.receipts(prepared.ledger.whole_receipts()),
     )
+    write_counts(prepared.store, counting.counts, manifest)
     write_success(prepared.store, {"manifest": manifest, **totals.to_json()})
     return Summary(totals, len(prepared.units), manifest, tokens, seconds)
 
@@ -220,12 +232,11 @@ def image_bound(unit: Unit) -> int:
     return unit.nbytes + (5 + 8) * unit.tokens + unit.rows * 4 * _ROW_TABLE_BYTES + _IMAGE_HEADER_BYTES + (1 << 20)
 
 
-def _row_heads(prepared: Prepared) -> Iterator[RowHead]:
+def _rows(prepared: Prepared) -> Iterator[PreparedRow]:
     rows = PreparedRows(prepared.store, prepared.index)
     bounds = [*prepared.index.starts, prepared.index.rows]
     for first, end in itertools.pairwise(bounds):
-        for row in rows.read(first, end):
-            yield RowHead.of(row, prepared.job.capture.keep)
+        yield from rows.read(first, end)
 
 
 def _absolute(job: Job, shape: ModelShape) -> Job:
@@ -283,16 +294,29 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a job, for every command that takes one."""
+    parser.add_argument("--config", metavar="JOB.YAML", help="the job file")
+    parser.add_argument("--preset", metavar="NAME", help=f"capture.preset: {', '.join(TARGETS)}")
+    parser.add_argument("--draft-config", metavar="FILE", help="capture.draft_config: the draft's config.json")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the job file")
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    """What the command line says over the job file."""
+    flags = {"capture.preset": args.preset, "capture.draft_config": args.draft_config}
+    return [*(f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None), *args.overrides]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ray_extract.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--config", metavar="JOB.YAML", help="the job file")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override a value of the job file")
+    add_job_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
     try:
         with _interruptible():
-            job = load_job(args.config, args.overrides)
+            job = load_job(args.config, overrides(args))
             summary = run(job)
     except RayExtractError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -5,6 +5,7 @@ plan/       the prepared rows: token ids, masks, which rows are usable, which un
 commits/    one for each unit; its shard's size, digests, failed rows, hash of all bytes that are not states
 shards/     each committed one: the same rows, ids, masks and spans as prepared; every digest recomputed
 manifest    what rows, plan and commits say, once more
+head.safetensors, token-counts.safetensors, if they are there
 """
 
 import concurrent.futures
@@ -22,10 +23,19 @@ import pyarrow as pa
 
 from ray_extract import layout
 from ray_extract.config import ModelConfig
+from ray_extract.counts import Counting, count_problems
 from ray_extract.dataset.prepare import PreparedRow, reason_kind
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.errors import ConfigError, NotFound, PlanError, ShardError
-from ray_extract.ledger import MANIFEST_SCHEMA, Ledger, RowHead, RunIdentity, manifest_rows, read_manifest
+from ray_extract.head import head_problems
+from ray_extract.ledger import (
+    MANIFEST_SCHEMA,
+    Ledger,
+    RunIdentity,
+    latest_manifest,
+    manifest_rows,
+    read_manifest,
+)
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import load_plan, show_bytes
 from ray_extract.records import Receipt, RowStatus, Unit
@@ -187,6 +197,8 @@ def verify(
             log.info("unit %s: %s", unit.unit, "; ".join(found.problems) or "right")
             _add(report, found)
     report.rows_failed = sum(report.failed.values())
+    for problem in head_problems(store, identity.model["fingerprint"], identity.capture["hidden"]):
+        report.add(problem)
     if report.committed == report.units:
         if report.rows != report.rows_ok + report.rows_skipped + report.rows_failed:
             report.add(
@@ -387,14 +399,13 @@ def _check_manifest(
         report.add(str(error))
         return
 
-    def heads() -> Iterator[RowHead]:
+    def prepared() -> Iterator[PreparedRow]:
         for first in range(0, index.rows, _BATCH_ROWS):
-            for row in rows.read(first, min(first + _BATCH_ROWS, index.rows)):
-                yield RowHead.of(row, keep)
+            yield from rows.read(first, min(first + _BATCH_ROWS, index.rows))
 
-    at = 0
+    at, counting = 0, Counting()
     try:
-        records = manifest_rows(heads(), units, ledger.receipts())
+        records = manifest_rows(counting.heads(prepared(), keep), units, counting.receipts(ledger.receipts()))
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
             _compare(manifest.slice(at, len(batch)), batch, report.add)
             at += len(batch)
@@ -403,6 +414,8 @@ def _check_manifest(
         return
     if at != len(manifest):
         report.add(f"manifest: {len(manifest)} rows, expected {at}")
+    for problem in count_problems(ledger.store, counting.counts, latest_manifest(ledger.store)):
+        report.add(problem)
 
 
 def _compare(part: pa.Table, batch: list[dict[str, Any]], add: Callable[[str], None]) -> None:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from images import seal_image
 
 from ray_extract.config import Job
+from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.layout import shard_key
-from ray_extract.ledger import Ledger, RowHead, run_identity, write_manifest
+from ray_extract.ledger import Ledger, run_identity, write_manifest
 from ray_extract.model import ModelShape
 from ray_extract.plan import load_or_make_plan
 from ray_extract.records import Receipt, RowFailure, RowStatus, Unit
@@ -176,6 +177,8 @@ def make_output(
             )
         )
     if finish and not leave_out:
-        heads = (RowHead.of(row, keep) for row in prepared.read(0, index.rows))
-        write_manifest(store, heads, units, ledger.receipts())
+        counting = Counting(vocab)
+        heads = counting.heads(prepared.read(0, index.rows), keep)
+        manifest, _ = write_manifest(store, heads, units, counting.receipts(ledger.receipts()))
+        write_counts(store, counting.counts, manifest)
     return Output(url, store, job, index, units, stored)

@@ -20,14 +20,15 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("shards.image",),
     ("store", "s3"),
     ("config",),
-    ("model",),
+    ("model", "tensors", "checkpoint", "presets"),
     ("dataset",),
     ("shards",),
     ("ledger", "plan", "recompute", "reference_model"),
+    ("head", "counts"),
     ("engine",),
     ("extractor",),
     ("worker", "leases", "progress", "readers"),
-    ("verify",),
+    ("verify", "exporters"),
     ("driver",),
     ("run",),
     ("cli",),
@@ -117,8 +118,8 @@ def reachable(start: str) -> set[str]:
     return found
 
 
-def test_readers_never_reach_what_runs_engines() -> None:
-    reached = {name for reader in NAMES if reader.startswith("readers") for name in reachable(reader)}
+def test_readers_and_exporters_never_reach_what_runs_engines() -> None:
+    reached = {name for start in NAMES if start.startswith(("readers", "exporters")) for name in reachable(start)}
     assert not {n for n in reached if n.partition(".")[0] in ("engine", "extractor", "worker", "driver", "run", "cli")}
 
 
@@ -131,7 +132,16 @@ def run_without(blocked: tuple[str, ...], code: str) -> None:
 
 
 def test_readers_import_without_ray_sglang_and_transformers() -> None:
-    run_without(("ray", "sglang", "transformers", "triton"), "import ray_extract.readers.dataset")
+    run_without(
+        ("ray", "sglang", "transformers", "triton"), "import ray_extract.readers.dataset, ray_extract.readers.head"
+    )
+
+
+def test_exporters_import_without_what_runs_engines_and_without_trainers() -> None:
+    names = [f"ray_extract.{name}" for name in NAMES if name.startswith("exporters")]
+    assert len(names) > 5
+    blocked = ("ray", "sglang", "transformers", "triton", "datasets", "specforge", "speculators", "hs_connectors")
+    run_without(blocked, f"import {', '.join(names)}")
 
 
 def test_the_plugin_imports_without_sglang_and_does_nothing_outside_an_engine() -> None:

@@ -5,7 +5,6 @@ final state goes through the LM head of the checkpoint, and its argmax must be t
 before the norm, of another layer or of another row does not pass.
 """
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ray_extract.checkpoint import NotPlain, find_lm_head
 from ray_extract.errors import CaptureRefused
 
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (33, 1, 64, 20)
-_HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight")  # the second one where the two are tied
 _BLOCK = 16384
 # The engine rounds its logits to the model's type; near ties within that rounding may fall either way.
 _LOGIT_TOLERANCE = 2.0**-6
@@ -82,24 +81,20 @@ def judge_final_norm(prenorm: torch.Tensor, final: torch.Tensor) -> None:
 
 
 def load_head(model_path: Path) -> torch.Tensor | None:
-    """The LM head's weight [vocab, hidden] from a safetensors checkpoint, or None where it is not stored plainly."""
+    """The LM head's weight [vocab, hidden] from a safetensors checkpoint, or None where it is not stored plainly.
+
+    Raises:
+        ConfigError: a file of the checkpoint is missing or damaged.
+    """
     from safetensors import safe_open
 
-    index = model_path / "model.safetensors.index.json"
-    if index.exists():
-        files = {name: model_path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    else:
-        files = {}
-        for path in sorted(model_path.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as f:
-                files |= dict.fromkeys(f.keys(), path)
-    for wanted in _HEAD_NAMES:
-        for name, path in files.items():
-            if name == wanted or name.endswith(f".{wanted}"):
-                with safe_open(path, framework="pt") as f:
-                    weight: torch.Tensor = f.get_tensor(name)
-                return weight if weight.is_floating_point() and weight.itemsize >= 2 else None
-    return None
+    try:
+        found = find_lm_head(model_path)
+    except NotPlain:
+        return None
+    with safe_open(found.path, framework="pt") as file:
+        weight: torch.Tensor = file.get_tensor(found.place.name)
+    return weight
 
 
 def judge_next_token(head: torch.Tensor, final: torch.Tensor, token: int) -> None:
