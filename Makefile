@@ -4,7 +4,7 @@ VENV := $(abspath $(or $(RAY_EXTRACT_VENV),.venv))
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint clean
+.PHONY: help setup demo drafter test test-fast acceptance lint clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -15,11 +15,19 @@ setup: ## The environment, in .venv (or $RAY_EXTRACT_VENV); nothing to do the se
 demo: ## The main job on the CPU: a real model, real prompts, two engines, verified shards in demo-output/
 	@deploy/cpu/demo/demo.sh
 
+drafter: setup ## Train drafters on captured states, on Transformers' and on wrong ones (10 minutes on 2 free cores)
+	$(BIN)/python examples/drafter/train.py
+	$(BIN)/python benchmarks/tables.py
+
 test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU (17 minutes on 2 cores)
 	$(BIN)/python -m pytest
 
 test-fast: setup ## The tests that start no engine and no cluster (3 minutes)
 	$(BIN)/python -m pytest -m "not engine and not ray"
+
+acceptance: setup ## What we export, read and trained on by SpecForge and speculators themselves
+	@deploy/trainers/setup.sh
+	$(BIN)/python -m pytest -m acceptance tests/acceptance
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

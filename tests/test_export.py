@@ -521,6 +521,13 @@ def test_the_command_prints_what_became_of_every_row(tmp_path, capsys):
     assert "error: --out" in capsys.readouterr().err
 
 
+def test_states_that_specforges_head_cannot_take_are_warned_of(tmp_path):
+    assert "warning     SpecForge's LM head is bfloat16 and these states are float32" in "\n".join(
+        go(make_run(tmp_path / "a", dtype="float32"), tmp_path / "e").lines()
+    )
+    assert go(make_run(tmp_path / "b"), tmp_path / "f").warning is None
+
+
 def test_the_command_refuses_a_strategy_that_a_trainer_does_not_have(tmp_path, capsys):
     run = make_run(tmp_path)
     assert cli.main(["export", run.url, "--to", "speculators", "--strategy", "dspark", "--out", "x"]) == 2

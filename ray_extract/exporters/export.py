@@ -78,6 +78,7 @@ class Report:
         nbytes: of their states.
         outcomes: files written, kept (there, and equal) and replaced (there, and different).
         link: whether the states stayed in the run.
+        warning: what will keep the trainer from using it, or None.
     """
 
     out: str
@@ -90,6 +91,7 @@ class Report:
     nbytes: int
     outcomes: dict[str, int]
     link: bool
+    warning: str | None = None
 
     def check(self) -> None:
         """Raises ShardError unless rows = exported + left out."""
@@ -112,6 +114,7 @@ class Report:
             f"files       {written:,} written, {kept:,} there and equal, {replaced:,} there and different, so replaced",
             f"layer ids   [{ids}] in the numbering of {self.target}; the draft's config must say the same",
             f"output      {self.out}",
+            *([f"warning     {self.warning}"] if self.warning else []),
         ]
 
 
@@ -187,6 +190,7 @@ def export(request: Request) -> Report:
             nbytes=int(selection.lengths.sum()) * token_bytes,
             outcomes={str(name): count for name, count in folder.outcomes.items()},
             link=request.link,
+            warning=_warning(source, target),
         )
     report.check()
     return report
@@ -261,6 +265,14 @@ def _select(rows: HiddenStates, target: Target, request: Request, vocab_size: in
     return _Selection(
         np.array(chosen, np.int64), np.array(numbers, np.int64), np.array(lengths, np.int64), left_out, counts
     )
+
+
+def _warning(source: Source, target: Target) -> str | None:
+    dtype = source.identity.capture["dtype"]
+    if target.trainer == "specforge" and target.strategy == "eagle3" and dtype != "bfloat16":
+        # modeling/target/target_head.py
+        return f"SpecForge's LM head is bfloat16 and these states are {dtype}: it will fail; capture in bfloat16"
+    return None
 
 
 def _write_states(
