@@ -25,7 +25,7 @@ test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU 
 test-fast: setup ## The tests that start no engine and no cluster (3 minutes)
 	$(BIN)/python -m pytest -m "not engine and not ray"
 
-acceptance: setup ## What we export, read and trained on by SpecForge and speculators themselves
+acceptance: setup ## What we export, read and trained on by SpecForge and speculators (6 minutes on 2 cores)
 	@deploy/trainers/setup.sh
 	$(BIN)/python -m pytest -m acceptance tests/acceptance
 

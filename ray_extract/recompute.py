@@ -141,12 +141,13 @@ def _hidden_states(
     try:
         # The inner model: the logits of a long row would take more memory than everything else.
         model = load_whole(model_path, dtype).base_model if layers is None else load_below(model_path, layers, dtype)
+        depth = model.config.get_text_config().num_hidden_layers
         with torch.inference_mode():
             for row in rows:
                 ids = torch.from_numpy(row.input_ids.astype(np.int64))[None].to(model.device)
                 states = _boundaries(model, ids, layers)
                 at = torch.from_numpy(row.positions).to(model.device)
-                picked = {name: states[_index(name, len(states), layers)][0][at] for name in names}
+                picked = {name: states[_index(name, len(states), layers, depth)][0][at] for name in names}
                 found.append({name: state.float().cpu().numpy() for name, state in picked.items()})
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
@@ -175,15 +176,16 @@ def _boundaries(model: Any, ids: torch.Tensor, layers: int | None) -> list[torch
     return [*states[:-1], *read[-1:], states[-1]]
 
 
-def _index(name: str, count: int, layers: int | None) -> int:
-    """Place of a state among those of _boundaries."""
+def _index(name: str, count: int, layers: int | None, depth: int) -> int:
+    """Place of a state among those `count` of _boundaries; `depth` is the model's number of layers."""
     which = name.removeprefix("state.")
     if which == "final":
         return count - 1
     boundary = int(which)
-    if not 0 <= boundary < (count if layers is not None else count - 1):
-        raise ConfigError(
-            f"--recompute: {name}: this checkpoint has no such boundary, or Transformers' class keeps it to itself; "
-            f"try --boundary {boundary}"
-        )
-    return boundary
+    if boundary < (count if layers is not None else count - 1):
+        return boundary
+    if boundary > depth:
+        raise ConfigError(f"--recompute: {name}: this checkpoint has {depth} layers, so it is another model")
+    raise ConfigError(
+        f"--recompute: {name}: Transformers' class keeps this boundary to itself; try --boundary {boundary}"
+    )

@@ -17,8 +17,10 @@ import numpy as np
 
 from ray_extract.config import Job, load_job
 from ray_extract.engine.simulated import simulated_states
+from ray_extract.layout import HEAD_KEY
 from ray_extract.ledger import Ledger, read_manifest
 from ray_extract.readers.dataset import TORCH_DTYPES, HiddenStates
+from ray_extract.readers.head import load_token_counts
 from ray_extract.records import Receipt
 from ray_extract.run import Summary, run
 from ray_extract.shards.reader import open_shard
@@ -153,6 +155,9 @@ def check_output(work: Work, failed: Mapping[int, str] | None = None) -> list[Re
         len(work.rows) - len(failed),
         len(failed),
     )
+    # That they are right, if they are there, verify says.
+    assert load_token_counts(work.url, work.options).rows == report.rows_ok
+    assert open_store(work.url, work.options).head(HEAD_KEY) is None  # it would be another model's than the states
     items = HiddenStates(work.url, storage_options=work.options, check=True)
     assert [items[i]["row"] for i in range(len(items))] == [i for i in range(len(work.rows)) if i not in failed]
     assert items.states == STATES

@@ -209,7 +209,8 @@ def read_table(store: Store, key: str) -> Any:
     """
     data = store.get(key)
     try:
-        return pq.read_table(pa.BufferReader(data))
+        # As in ledger.read_manifest: the threads of pq.read_table can abort a process that ends soon after.
+        return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except pa.ArrowException as error:
         raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
 

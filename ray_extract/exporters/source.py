@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -82,10 +83,11 @@ def open_source(url: str, storage_options: Mapping[str, Any]) -> Source:
 
 def _fingerprint(identity: RunIdentity, table: pa.Table) -> str:
     digest = hashlib.sha256(json.dumps(identity.to_json(), sort_keys=True).encode())
-    columns = table.select(["row", "row_id", "status", "digests"])
-    for batch in columns.to_batches(max_chunksize=8192):
-        for line in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-            digest.update(repr(line).encode())
+    for name in ("row_id", "status"):
+        digest.update("\n".join(table.column(name).to_pylist()).encode())
+    lists = table.column("digests").combine_chunks()
+    for numbers in (table.column("row"), pc.fill_null(pc.list_value_length(lists), 0), lists.flatten()):
+        digest.update(np.ascontiguousarray(numbers.to_numpy()).tobytes())
     return digest.hexdigest()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import specforge.algorithms.eagle3.model as eagle3
 from specforge.cli import main
-from specforge.training.strategies.base import Eagle3TrainStrategy
+from specforge.training.strategies.base import DFlashTrainStrategy, Eagle3TrainStrategy
 
 
 class Loss:
@@ -32,6 +32,7 @@ def told(forward_loss):
 
 
 eagle3.LogSoftmaxLoss = Loss
-Eagle3TrainStrategy.forward_loss = told(Eagle3TrainStrategy.forward_loss)
+for strategy in (Eagle3TrainStrategy, DFlashTrainStrategy):
+    strategy.forward_loss = told(strategy.forward_loss)
 os.environ["SPECFORGE_DEVICE"] = "cpu"
 sys.exit(main())
