@@ -13,7 +13,12 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/performance.md"
-BLOCKS = {"truth-gpu": ROOT / "docs/capture.md", "drafter": ROOT / "examples/drafter/README.md"}
+BLOCKS = {
+    "truth-gpu": ROOT / "docs/capture.md",
+    "versions": ROOT / "docs/capture.md",
+    "fp8": ROOT / "docs/capture.md",
+    "drafter": ROOT / "examples/drafter/README.md",
+}
 """Result -> the page with the comments `<!-- NAME -->` and `<!-- /NAME -->` around its table."""
 
 _HEAD = """# Performance

@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     export.add_argument(
         "--link", action="store_true", help="speculators: leave the states in the run, for the backend ray_extract"
     )
+    export.add_argument(
+        "--fp8", action="store_true", help="speculators: write the states in fp8, for its backend fp8; half the bytes"
+    )
     export.set_defaults(action=_export)
 
     for command in (status, verify, export):
@@ -177,6 +180,7 @@ def _export(args: argparse.Namespace) -> int:
             max_length=args.max_length,
             min_supervised=args.min_supervised,
             link=args.link,
+            fp8=args.fp8,
             storage_options=_options(args.option),
         )
     )

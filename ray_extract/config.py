@@ -126,10 +126,16 @@ class CaptureConfig(_Section):
     """Boundaries to store, ascending; `eagle3` is {2, N//2, N-3} for N layers, and N is what the final norm reads."""
     final: bool = True
     """Also store what enters the LM head: the last state after the final norm."""
+    dtype: Literal["model", "float8_e4m3"] = "model"
+    """How a state is stored: as the engine computes it, or, in half of bf16's bytes, as e4m3 with a scale a token."""
     keep: Literal["all", "supervised"] = "all"
     """Store the states of every token, or only of those whose loss mask is 1."""
     check: Literal["all", "sample", "off"] = "all"
     """Recompute the digests of every row, of one row in sixteen, or of none, before a shard is uploaded."""
+
+    def stored_dtype(self, model_dtype: str) -> str:
+        """Torch's name of what states are stored as, which `model_dtype` is if `dtype` says nothing else."""
+        return model_dtype if self.dtype == "model" else self.dtype
 
 
 class OutputConfig(_Section):

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 
 from ray_extract.capture.arena import PAGE, TABLES, Arena, ArenaSpec, Extent, new_nonce
-from ray_extract.capture.copier import TORCH_DTYPES
 from ray_extract.capture.guard import Guard
 from ray_extract.capture.writer import FAULT_TEXT, Fault
 from ray_extract.config import Job
@@ -30,8 +29,9 @@ from ray_extract.errors import ArenaError, CaptureRefused, EngineDied, EngineErr
 from ray_extract.layout import RequestId
 from ray_extract.records import RowFailure, RowStatus
 from ray_extract.shards.base import RowStats
-from ray_extract.shards.image import Column, ImageLayout, RowTable, lay_out, row_table, state_columns, write_table
+from ray_extract.shards.image import FP8, Column, ImageLayout, RowTable, lay_out, row_table, state_columns, write_table
 from ray_extract.shards.seal import check_digests, seal
+from ray_extract.shards.values import as_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class ExtractorSetup:
     Args:
         job: the job as JSON-ready data, secrets included; never logged or stored.
         boundaries: resolved boundaries.
-        dtype: safetensors code of the states.
+        dtype: safetensors code of the states as the engine computes them.
         hidden: elements of a state.
         num_layers: N; boundary N is what the final norm reads.
         vocab_size: token ids are 0 .. vocab_size - 1.
@@ -158,9 +158,10 @@ class Extractor:
     def __init__(self, setup: ExtractorSetup) -> None:
         self._setup = setup
         self._job = Job.model_validate(setup.job)
-        self.columns: tuple[Column, ...] = state_columns(
-            setup.boundaries, self._job.capture.final, setup.dtype, setup.hidden
-        )
+        capture = self._job.capture
+        self._fp8 = capture.dtype != "model"
+        code = FP8 if self._fp8 else setup.dtype
+        self.columns: tuple[Column, ...] = state_columns(setup.boundaries, capture.final, code, setup.hidden)
         # Its extent is the engine's for good; many layers of a wide model take more than the usual size.
         longest = lay_out(canary_table(setup.vocab_size, 1 << 30, self._job.engine.dp_size), self.columns, {})
         self._canary_bytes = max(_CANARY_BYTES, -(-longest.nbytes // PAGE) * PAGE)
@@ -194,6 +195,7 @@ class Extractor:
             final=job.capture.final,
             dtype=setup.dtype,
             hidden=setup.hidden,
+            fp8=self._fp8,
         )
         self._arena = Arena.create(spec)
         try:
@@ -485,7 +487,7 @@ class Extractor:
             rows.append([])
             for column in self.columns:
                 raw = layout.state_bytes(extent.buffer, column)[int(table.cu_kept[row]) : int(table.cu_kept[row + 1])]
-                rows[-1].append(torch.from_numpy(raw.copy()).view(TORCH_DTYPES[column.dtype]))
+                rows[-1].append(as_tensor(raw.copy(), column.dtype))
         if self._job.model.load_format == "dummy":
             return  # random weights of 1e-3 need not move the residual stream by a bf16 step
         judge_states([c.name for c in self.columns], rows)
@@ -493,13 +495,13 @@ class Extractor:
             return
         if self._setup.num_layers in self._setup.boundaries:
             longest = max(rows, key=lambda states: len(states[0]))
-            judge_final_norm(longest[-2], longest[-1])
+            judge_final_norm(longest[-2], longest[-1], self._fp8)
         head = load_head(Path(self._job.model.path))
         if head is None:
             logger.warning("no plain LM head in %s: the final state was not compared with it", self._job.model.path)
             return
         for states, answer in zip(rows, answers, strict=True):
-            judge_next_token(head, states[-1][-1], answer.output_ids[0])
+            judge_next_token(head, states[-1][-1], answer.output_ids[0], self._fp8)
 
     def _reap(self, engine: EngineProcess) -> None:
         """Make sure that nothing of a dead engine can write any more. The caller holds the engine lock.

@@ -153,7 +153,7 @@ def run_identity(
             "boundaries": list(boundaries),
             "final": job.capture.final,
             "keep": job.capture.keep,
-            "dtype": shape.dtype,
+            "dtype": job.capture.stored_dtype(shape.dtype),
             "hidden": shape.hidden,
         },
         plan={"shard_bytes": int(job.output.shard_bytes), "max_rows": job.output.max_rows},

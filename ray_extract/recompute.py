@@ -4,7 +4,8 @@ Boundary b below N is `hidden_states[b]`; `final` is the last entry, which Trans
 boundary N is what that norm reads.
 A token's error is the norm of the difference over the norm of the fp32 reference. States stored in fp32 must be within
 FP32_TOLERANCE. Of bf16 and fp16 nobody can ask that: two right programs differ by rounding. So Transformers runs in
-that type too, and the stored states must be about as near to the fp32 reference as its own are.
+that type too, and the stored states must be about as near to the fp32 reference as its own are; as its own sent through
+fp8, if that is how they are stored.
 """
 
 import dataclasses
@@ -16,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ray_extract.capture.fp8 import decode, encode
 from ray_extract.errors import ConfigError
 from ray_extract.reference_model import dtype_name, first_line, load_below, load_whole, out_of_memory, way_out
 
 FP32_TOLERANCE = 1e-5
 """Largest error of a token whose state is stored in fp32."""
 HALF_FACTOR = 1.2
-"""The median error of states stored in bf16 or fp16 may be this many times that of Transformers in the same type ..."""
+"""The median error of states stored in another type may be this many times that of Transformers in the same type ..."""
 HALF_SLACK = 1e-6
 """... plus this."""
 
@@ -50,10 +52,10 @@ class StateError:
 
     Args:
         name: the state.
-        dtype: the stored type, such as `bfloat16`.
+        dtype: the stored type, such as `bfloat16` or `float8_e4m3`.
         tokens: how many.
         p50, max: median and largest relative error.
-        reference_p50, reference_max: the same of Transformers in the stored type; 0 for fp32.
+        reference_p50, reference_max: the same of Transformers' own states, stored so; 0 for fp32.
     """
 
     name: str
@@ -80,22 +82,25 @@ class StateError:
         return f"{text}; Transformers' own {self.reference_p50:.2e}, {self.reference_max:.2e}"
 
 
-def state_errors(rows: Sequence[StoredRow], model_path: str, *, layers: int | None = None) -> list[StateError]:
+def state_errors(
+    rows: Sequence[StoredRow], model_path: str, *, layers: int | None = None, fp8_of: torch.dtype | None = None
+) -> list[StateError]:
     """Run Transformers over the rows, one by one, on the GPU if there is one.
 
     Args:
         rows: at least one, all with the same states in the same types.
         model_path: the checkpoint's folder.
         layers: load the embeddings and this many layers only, for states at boundaries 0 .. layers; all when absent.
+        fp8_of: what the engine computed in, if the states were stored in fp8.
 
     Raises:
         ConfigError: Transformers is missing, or cannot load the checkpoint; a tensor that it lacks; too little memory;
             a state that it does not hand out.
     """
     names = list(rows[0].states)
-    dtypes = {name: rows[0].states[name].dtype for name in names}
+    dtypes = {name: fp8_of or rows[0].states[name].dtype for name in names}
     truth = _hidden_states(model_path, torch.float32, rows, names, layers)
-    own = {}
+    own = {torch.float32: truth} if fp8_of is not None else {}
     for dtype in set(dtypes.values()) - {torch.float32}:
         # A model that was used is in cycles, and two may be more than fits.
         gc.collect()
@@ -107,11 +112,14 @@ def state_errors(rows: Sequence[StoredRow], model_path: str, *, layers: int | No
         errors = _errors([row.states[name].float().numpy() for row in rows], [t[name] for t in truth])
         reference = np.zeros(1)
         if dtypes[name] in own:
-            reference = _errors([o[name] for o in own[dtypes[name]]], [t[name] for t in truth])
+            theirs = [o[name] for o in own[dtypes[name]]]
+            if fp8_of is not None:
+                theirs = [decode(encode(torch.from_numpy(o)), torch.float32).numpy() for o in theirs]
+            reference = _errors(theirs, [t[name] for t in truth])
         found.append(
             StateError(
                 name=name,
-                dtype=dtype_name(dtypes[name]),
+                dtype="float8_e4m3" if fp8_of is not None else dtype_name(dtypes[name]),
                 tokens=len(errors),
                 p50=float(np.median(errors)),
                 max=float(errors.max()),

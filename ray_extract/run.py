@@ -92,7 +92,8 @@ class Prepared:
 
 def token_bytes(job: Job, shape: ModelShape, boundaries: tuple[int, ...]) -> int:
     """Bytes of all states of one stored token."""
-    columns = state_columns(boundaries, job.capture.final, TORCH_TO_CODE[shape.dtype], shape.hidden)
+    code = TORCH_TO_CODE[job.capture.stored_dtype(shape.dtype)]
+    columns = state_columns(boundaries, job.capture.final, code, shape.hidden)
     return sum(column.token_bytes for column in columns)
 
 

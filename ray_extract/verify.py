@@ -40,7 +40,7 @@ from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import load_plan, show_bytes
 from ray_extract.records import Receipt, RowStatus, Unit
 from ray_extract.shards.base import Shard
-from ray_extract.shards.image import TORCH_TO_CODE, Column, RowTable, row_table, state_columns
+from ray_extract.shards.image import FP8, TORCH_TO_CODE, Column, RowTable, row_table, state_columns
 from ray_extract.shards.reader import open_shard
 from ray_extract.store import Store, open_store
 
@@ -207,7 +207,7 @@ def verify(
             )
         _check_manifest(ledger, index, units, expected.keep, rows, report)
     if recompute and model_path is not None:
-        _recompute(store.url, storage_options, recompute, seed, model_path, report)
+        _recompute(store.url, storage_options, identity, recompute, seed, model_path, report)
     return report
 
 
@@ -432,6 +432,7 @@ def _compare(part: pa.Table, batch: list[dict[str, Any]], add: Callable[[str], N
 def _recompute(
     url: str,
     storage_options: Mapping[str, Any],
+    identity: RunIdentity,
     count: int,
     seed: int,
     model_path: str,
@@ -440,6 +441,7 @@ def _recompute(
     try:
         from ray_extract.readers.dataset import HiddenStates
         from ray_extract.recompute import StoredRow, state_errors
+        from ray_extract.shards.values import TORCH_DTYPES
     except ImportError as error:
         raise ConfigError(f"--recompute needs PyTorch, which does not load: {error}") from None
     try:
@@ -458,7 +460,13 @@ def _recompute(
         report.add(f"--recompute: {error}")
         return
     report.recomputed = len(stored)
-    report.errors = state_errors(stored, model_path, layers=max(report.boundaries, default=None))
+    fp8 = TORCH_TO_CODE[identity.capture["dtype"]] == FP8
+    report.errors = state_errors(
+        stored,
+        model_path,
+        layers=max(report.boundaries, default=None),
+        fp8_of=TORCH_DTYPES[TORCH_TO_CODE[identity.model["dtype"]]] if fp8 else None,
+    )
     for state in report.errors:
         if not state.ok:
             report.add(f"--recompute: {state}")

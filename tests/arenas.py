@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from ray_extract.capture.arena import TABLES, Arena, ArenaSpec, Extent, new_nonce
 from ray_extract.layout import RequestId
-from ray_extract.shards.image import ImageLayout, RowTable, lay_out, state_columns, write_table
+from ray_extract.shards.image import FP8, ImageLayout, RowTable, lay_out, state_columns, write_table
 
-HIDDEN, BOUNDARIES, MAX_ROWS, SLOTS = 4, (2, 5), 6, 3
+HIDDEN, BOUNDARIES, MAX_ROWS, SLOTS = 8, (2, 5), 6, 3
 STATES = len(BOUNDARIES) + 1
 
 
@@ -31,15 +31,15 @@ class Live:
         return self.table.input_ids[self.table.cu_seqlens[row] : self.table.cu_seqlens[row + 1]]
 
 
-def make_arena(root: Path, dtype: str = "F32", writers: int = 1) -> Arena:
+def make_arena(root: Path, dtype: str = "F32", writers: int = 1, fp8: bool = False) -> Arena:
     return Arena.create(
-        ArenaSpec(new_nonce(), 1 << 18, SLOTS, MAX_ROWS, writers, BOUNDARIES, True, dtype, HIDDEN), root
+        ArenaSpec(new_nonce(), 1 << 18, SLOTS, MAX_ROWS, writers, BOUNDARIES, True, dtype, HIDDEN, fp8), root
     )
 
 
 def open_image(arena: Arena, lengths: Sequence[int], keep: str = "all", seed: int = 0) -> Live:
     table = images.make_table(lengths, keep, seed)
-    layout = lay_out(table, state_columns(BOUNDARIES, True, arena.spec.dtype, HIDDEN), {})
+    layout = lay_out(table, state_columns(BOUNDARIES, True, FP8 if arena.spec.fp8 else arena.spec.dtype, HIDDEN), {})
     extent = arena.allocate(layout.nbytes)
     write_table(layout, table, extent.buffer)
     states = [layout.tensors[c.name].offset for c in layout.columns]

@@ -9,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from outputs import Output, make_output
 
+from ray_extract.capture.fp8 import decode
+
 LAYERS = 8
 BOUNDARIES = (2, 4, 5, 8)  # eagle3's three of 8 layers, and what the final norm reads
 VOCAB = 64
@@ -48,7 +50,8 @@ def make_run(folder: Path, **options: Any) -> Output:
 
 def stored(run: Output, row: int, names: Sequence[str], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     """What the run holds of a row; [n, hidden] for each name."""
-    return [torch.from_numpy(run.stored[row][name].copy()).view(dtype) for name in names]
+    raw = [torch.from_numpy(run.stored[row][name].copy()) for name in names]
+    return [decode(part) if run.job.capture.dtype != "model" else part.view(dtype) for part in raw]
 
 
 def flip_a_bit(path: Path, at: int) -> None:

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ray_extract.capture.digest import digest_ids, digest_tokens
+from ray_extract.capture.fp8 import encode
 from ray_extract.records import RowStatus
 from ray_extract.shards.base import RowStats
 from ray_extract.shards.image import (
+    FP8,
     Column,
     ImageLayout,
     RowTable,
@@ -112,7 +115,9 @@ def make_image(
     for column in columns:
         state = layout.state_bytes(buffer, column)
         values = rng.standard_normal((len(state), hidden)).astype(np.float32)
-        if dtype == "BF16":
+        if dtype == FP8:
+            state[:] = encode(torch.from_numpy(values)).numpy()
+        elif dtype == "BF16":
             state[:] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(state.shape)
         else:
             state[:] = values.astype({"F32": np.float32, "F16": np.float16}[dtype]).view(np.uint8).reshape(state.shape)

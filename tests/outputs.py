@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from images import seal_image
 
+from ray_extract.capture.fp8 import encode
 from ray_extract.config import Job
 from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
@@ -63,7 +65,9 @@ def random_states(hidden: int) -> States:
 
 
 def stored_bytes(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:
-    """Values in a stored type, bf16 by truncation; u8 [n, bytes per token]."""
+    """Values in a stored type, bf16 by truncation, fp8 from that; u8 [n, bytes per token]."""
+    if dtype == "float8_e4m3":
+        return encode(torch.from_numpy(stored_bytes(values, "bfloat16")).view(torch.bfloat16)).numpy()
     if dtype == "bfloat16":
         narrow = (np.ascontiguousarray(values).view(np.uint32) >> 16).astype(np.uint16)
     else:
@@ -97,6 +101,7 @@ def make_output(
         folder: for the input, and for the output if no `url` is given.
         storage_options: of the output.
         lengths: prompt tokens of the rows; a row of 0 is skipped as unusable.
+        dtype: stored; an engine that computes in bf16, if it is float8_e4m3.
         failed: rows that failed, by index.
         finish: write the manifest too.
         leave_out: units without a commit.
@@ -115,15 +120,22 @@ def make_output(
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     url = url or str(folder / "out")
+    fp8 = dtype == "float8_e4m3"
     job = Job.model_validate(
         {
             "model": {"path": "made-up"},
             "dataset": {"paths": [str(data)]},
-            "capture": {"boundaries": boundaries, "final": final, "keep": keep},
+            "capture": {
+                "boundaries": boundaries,
+                "final": final,
+                "keep": keep,
+                "dtype": "float8_e4m3" if fp8 else "model",
+            },
             "output": {"url": url, "format": format, "max_rows": rows_per_unit},
         }
     )
-    shape = ModelShape("made-up", "LlamaForCausalLM", "llama", 8, hidden, dtype, 4096, vocab, "0" * 64)
+    computed = "bfloat16" if fp8 else dtype
+    shape = ModelShape("made-up", "LlamaForCausalLM", "llama", 8, hidden, computed, 4096, vocab, "0" * 64)
     columns = state_columns(boundaries, final, TORCH_TO_CODE[dtype], hidden)
     store = open_store(url, storage_options or {})
     ledger = Ledger(store)

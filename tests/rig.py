@@ -19,6 +19,7 @@ from ray_extract.engine.base import Answer
 from ray_extract.extractor import Captured, Extractor, ExtractorSetup
 from ray_extract.records import RowFailure
 from ray_extract.shards.image import row_table
+from ray_extract.shards.values import as_tensor
 
 BOUNDARIES = (2, 4, 5, models.LAYERS)  # the last one is what the final norm reads
 CHUNK = 64
@@ -48,7 +49,8 @@ class Rig:
         cache: where tiny checkpoints are made.
         engine: fields of the job's engine section.
         env: of the engine's processes.
-        stored_dtype: what the plan stores.
+        stored_dtype: what the plan stores, if it is not fp8.
+        fp8: whether states are stored in fp8.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Rig:
         env: dict[str, str] | None = None,
         args: Any = None,
         stored_dtype: str = "F32",
+        fp8: bool = False,
         **engine: Any,
     ) -> None:
         self.model = models.tiny_model(family, cache)
@@ -68,7 +71,7 @@ class Rig:
                 "model": {"path": str(self.model), "dtype": "float32"},
                 "dataset": {"paths": "none"},
                 "output": {"url": "none"},
-                "capture": {"boundaries": BOUNDARIES},
+                "capture": {"boundaries": BOUNDARIES, "dtype": "float8_e4m3" if fp8 else "model"},
                 "engine": {
                     "device": "cpu",
                     "chunked_prefill_size": CHUNK,
@@ -173,7 +176,9 @@ def copy_out(captured: Captured) -> Result:
     cu, layout = captured.table.cu_kept, captured.layout
     states = [
         [
-            layout.state_bytes(captured.buffer, column)[cu[row] : cu[row + 1]].copy().view(np.float32)
+            as_tensor(layout.state_bytes(captured.buffer, column)[cu[row] : cu[row + 1]].copy(), column.dtype)
+            .float()
+            .numpy()
             for column in layout.columns
         ]
         for row in range(len(captured.table))

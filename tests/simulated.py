@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ray_extract.config import Job, load_job
 from ray_extract.engine.simulated import simulated_states
 from ray_extract.layout import HEAD_KEY
 from ray_extract.ledger import Ledger, read_manifest
-from ray_extract.readers.dataset import TORCH_DTYPES, HiddenStates
+from ray_extract.readers.dataset import HiddenStates
 from ray_extract.readers.head import load_token_counts
 from ray_extract.records import Receipt
 from ray_extract.run import Summary, run
@@ -165,7 +166,7 @@ def check_output(work: Work, failed: Mapping[int, str] | None = None) -> list[Re
         ids = np.array(work.rows[item["row"]], np.int32)
         assert item["input_ids"].tolist() == ids.tolist()
         for name, wanted in zip(STATES, simulated_states(ids, 0, len(STATES), HIDDEN, "BF16"), strict=True):
-            assert item[name].dtype == TORCH_DTYPES["BF16"]
+            assert item[name].dtype == torch.bfloat16
             assert item[name].equal(wanted), f"row {item['row']}, {name}"
     store = open_store(work.url, work.options)
     for row in read_manifest(store).to_pylist():

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rig import CHUNK, TOLERANCE, Rig, nothing_left, prompts, rig
+import torch
+from models import hf_states
+from rig import BOUNDARIES, CHUNK, TOLERANCE, Rig, nothing_left, prompts, relative_error, rig
 
 from ray_extract.capture.digest import digest_tokens
+from ray_extract.capture.fp8 import decode, encode
 from ray_extract.errors import CaptureRefused
 from ray_extract.layout import RequestId
 from ray_extract.records import RowStatus
@@ -174,6 +177,20 @@ def test_two_data_parallel_ranks_write_one_image(checkpoints: Path) -> None:
     with rig("llama", checkpoints, dp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as made:
         assert_true(made, UNEQUAL)
         assert_true(made, UNEQUAL * 4, seed=1)
+
+
+def test_states_stored_in_fp8_are_hugging_faces_through_fp8(checkpoints: Path) -> None:
+    with rig("llama", checkpoints, fp8=True) as made:
+        rows = prompts(UNEQUAL)
+        result = made.run(rows)
+        assert not result.failures
+        for row, states in zip(rows, result.states, strict=True):
+            reference = hf_states(made.model, row.tolist())
+            for boundary, state in zip((*BOUNDARIES, -1), states, strict=True):
+                want = decode(encode(torch.from_numpy(reference[boundary])), torch.float32).numpy()
+                # Two programs in fp32 differ in the last bits, so here and there a value falls to the other neighbour.
+                assert (state != want).mean() < 1e-3
+                assert relative_error(state, reference[boundary]) < 0.04
 
 
 def test_an_engine_that_runs_in_another_type_is_refused_with_the_reason(checkpoints: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from ray_extract.capture.arena import Arena, ArenaSpec, AttachedArena
 from ray_extract.capture.copier import CpuCopier
+from ray_extract.capture.fp8 import encode
 from ray_extract.capture.rows import kept_pieces, take_segment
 from ray_extract.capture.writer import Entry, Sums, Work
 from ray_extract.shards.image import mask_spans
@@ -29,20 +30,21 @@ from ray_extract.capture.digest_cuda import SumsBuffer, device_weights
 folder = Path(sys.argv[1])
 for case in torch.load(folder / "cases.pt", weights_only=False):
     cpu = torch.device("cpu")
-    weights = device_weights(case["states"][0].shape[1] * case["states"][0].element_size(), cpu)
-    buffer = SumsBuffer(cpu, case["max_tokens"], len(case["states"]), weights)
+    hidden, itemsize, fp8 = case["states"][0].shape[1], case["states"][0].element_size(), "FP8" in case["name"]
+    weights = device_weights(hidden + 8 if fp8 else hidden * itemsize, cpu)
+    buffer = SumsBuffer(cpu, case["max_tokens"], len(case["states"]), weights, fp8)
     for _ in range(1 + (case["name"] == "F16-whole")):  # a buffer is used again
         assert buffer.free
         ids = case["ids"].clone()
         buffer.take(case["work"], ids)
         ids.zero_()  # SGLang overwrites its input buffer as soon as the pass has ended
         assert not buffer.free
-        buffer.launch(case["work"], case["states"])
+        stored = buffer.launch(case["work"], case["states"])
         buffer.record()
         sums = buffer.wait()
-    torch.save({name: torch.from_numpy(getattr(sums, name).view(view) if view else getattr(sums, name))
-        for name, view in (("digest", "int64"), ("sumsq", None), ("amax", None), ("nonfinite", None), ("zero", None))},
-        folder / f"{case['name']}.pt")
+    sums = {"digest": sums.digest.view("int64")} | {n: getattr(sums, n) for n in ("sumsq", "amax", "nonfinite", "zero")}
+    arrays = {name: torch.from_numpy(array) for name, array in sums.items()}
+    torch.save({"stored": [s.view(torch.uint8) for s in stored]} | arrays, folder / f"{case['name']}.pt")
 """
 
 
@@ -122,8 +124,9 @@ def cases() -> list[tuple[str, Work, list[torch.Tensor]]]:
         for code, dtype in DTYPES.items()
         for kind in WORKS
     ]
-    # 4,500 elements of 16 bits are 2,250 words: two blocks, the second one not full
-    return [*found, ("BF16-wide", WORKS["spans"], states_of(torch.bfloat16, 4500, True))]
+    # 4,504 elements of 16 bits are 2,252 words: two blocks, the second one not full
+    found.append(("BF16-wide", WORKS["spans"], states_of(torch.bfloat16, 4504, True)))
+    return found + [(f"{name}-FP8", work, states) for name, work, states in found]
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case[0])
@@ -132,11 +135,15 @@ def test_the_kernels_equal_the_reference(
 ) -> None:
     name, work, states = case
     hidden = states[0].shape[1]
-    spec = ArenaSpec("a", 4096, 1, 1, 1, (1, 2), True, name.partition("-")[0], hidden)
+    spec = ArenaSpec("a", 4096, 1, 1, 1, (1, 2), True, name.partition("-")[0], hidden, "FP8" in name)
     arena = Arena.create(spec, tmp_path)
     ids = ids_of()[: work.num_tokens].numpy().astype(np.int32)
-    want: Sums = CpuCopier(AttachedArena(arena.folder))._sums(work, ids, states)
+    stored = [encode(s) if spec.fp8 else s for s in states]
+    want: Sums = CpuCopier(AttachedArena(arena.folder))._sums(work, ids, states, stored)
     got = torch.load(interpreted / f"{name}.pt", weights_only=False)
+    kept = [source + i for e in work.entries for source, _, count in e.pieces for i in range(count)]
+    for ours, theirs in zip(got["stored"], stored, strict=True):
+        assert ours[kept].equal(theirs.contiguous().view(torch.uint8)[kept])
     assert np.array_equal(got["digest"].numpy().view(np.uint64), want.digest)
     assert np.array_equal(got["amax"].numpy(), want.amax)
     assert np.array_equal(got["nonfinite"].numpy(), want.nonfinite)

@@ -1,5 +1,6 @@
 """Exports without the trainers: what is written, left out and refused, and what a second run finds."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -99,10 +100,10 @@ def test_a_run_without_a_usable_row_is_refused_with_the_reasons(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["raw", "parquet"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3"])
 def test_specforge_features_hold_the_rows_bit_for_bit(tmp_path, format, dtype):
     run = make_run(tmp_path, format=format, dtype=dtype)
-    kind = getattr(torch, dtype)
+    kind = getattr(torch, dtype, torch.bfloat16)
     for strategy, (aux, last) in {
         "eagle3": ("aux_hidden_state", "hidden_state"),
         "dflash": ("hidden_states", None),
@@ -153,6 +154,29 @@ def test_speculators_states_hold_the_rows_bit_for_bit_with_the_state_before_the_
     assert table.column("loss_mask").to_pylist() == [list(MASKS[row]) for row in rows]
     assert table.column("seq_len").to_pylist() == [len(MASKS[row]) for row in rows]
     assert np.load(tmp_path / "e/rows.npy")[:, 1].tolist() == rows
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_speculators_fp8_states_are_read_as_its_backend_does(tmp_path, dtype, monkeypatch):
+    run = make_run(tmp_path, dtype=dtype)
+    monkeypatch.setattr("ray_extract.exporters.speculators._BLOCK_BYTES", 5 * 4 * 16 * 2)
+    go(run, tmp_path / "e", "speculators-eagle3", fp8=True)
+    for line, row in enumerate([0, 1, 2, 4, 6, 7]):
+        found = load_file(tmp_path / f"e/hidden_states/hs_{line}.safetensors")
+        states, scales = found["hidden_states"], found["hidden_states_scales"]
+        assert states.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+        assert scales.shape == (len(states), 1, 1) and found["token_ids"].tolist() == ids_of(row)
+        restored = states.to(torch.bfloat16) * scales.to(torch.bfloat16)  # hs_connectors.fp8_utils
+        wanted = torch.stack(stored(run, row, (*AUX, "state.8")), dim=1)
+        assert 0.01 < (restored - wanted).float().norm() / wanted.float().norm() < 0.04
+
+
+def test_fp8_files_are_refused_where_nothing_reads_them(tmp_path):
+    run = make_run(tmp_path)
+    with pytest.raises(ConfigError, match="specforge has nothing that reads it"):
+        go(run, tmp_path / "e", fp8=True)
+    with pytest.raises(ConfigError, match="--link writes none"):
+        go(run, tmp_path / "e", "speculators-eagle3", link=True, fp8=True)
 
 
 def test_states_are_written_in_blocks(tmp_path, monkeypatch):
@@ -470,6 +494,21 @@ def test_the_backend_hands_out_what_the_export_would_have_written(tmp_path):
         transfer.get_cached(report.exported)
     for name in ("data-00000-of-00001.arrow", "state.json", "dataset_info.json", "rows.npy"):
         assert (tmp_path / "link" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.s3
+def test_from_an_object_store_both_ways_give_the_same_with_the_credentials_of_the_environment(
+    tmp_path, s3, monkeypatch
+):
+    run = make_run(tmp_path, url=f"{s3.url}/export", storage_options=s3.storage_options)
+    for name, value in s3.storage_options.items():
+        monkeypatch.setenv("AWS_ENDPOINT_URL" if name == "endpoint" else f"AWS_{name.upper()}", str(value))
+    go(run, tmp_path / "whole", "speculators-eagle3")
+    report = go(run, tmp_path / "link", "speculators-eagle3", link=True)
+    transfer = Backend.from_train_args(argparse.Namespace(ray_extract_url=None), str(tmp_path / "link"))
+    for line in range(report.exported):
+        got, wanted = transfer.get_cached(line), load_file(tmp_path / f"whole/hidden_states/hs_{line}.safetensors")
+        assert got.keys() == wanted.keys() and all(got[key].equal(wanted[key]) for key in got)
 
 
 def test_the_backend_refuses_flipped_bits_and_states_of_zeros(tmp_path):

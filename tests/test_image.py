@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_extract.shards.image import (
+    FP8,
     PAGE,
     Column,
     lay_out,
@@ -20,7 +21,10 @@ from ray_extract.shards.image import (
 
 # Widths keep a token's bytes divisible by 8 in every dtype.
 COLUMNS = st.lists(
-    st.tuples(st.sampled_from(["BF16", "F16", "F32"]), st.sampled_from([4, 8, 60, 1024])), min_size=1, max_size=5
+    st.tuples(st.sampled_from(["BF16", "F16", "F32"]), st.sampled_from([4, 8, 60, 1024]))
+    | st.tuples(st.just(FP8), st.sampled_from([8, 64, 1024])),
+    min_size=1,
+    max_size=5,
 ).map(lambda kinds: tuple(Column(f"state.{i + 1}", dtype, width) for i, (dtype, width) in enumerate(kinds)))
 MASKS = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=40).map(lambda m: np.array(m, np.uint8)), min_size=1, max_size=12
@@ -48,7 +52,7 @@ def test_any_image_is_a_safetensors_file_with_equal_tensors(tmp_path_factory, ma
             assert np.array_equal(file.get_tensor(name).numpy(), getattr(table, name)), name
         for column in columns:
             tensor = file.get_tensor(column.name)
-            assert tuple(tensor.shape) == (table.num_kept, column.width)
+            assert tuple(tensor.shape) == (table.num_kept, column.width + 8 * (column.dtype == FP8))
             expected = layout.state_bytes(buffer, column).tobytes()
             got = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
             assert got == expected

@@ -13,6 +13,7 @@ import torch
 from outputs import NAMES, make_output
 from torch.utils.data import DataLoader
 
+from ray_extract.capture.fp8 import decode
 from ray_extract.dataset.prepared import PreparedRows
 from ray_extract.errors import ConfigError, RayExtractError, ShardError
 from ray_extract.readers.dataset import HiddenStates
@@ -27,7 +28,7 @@ def bits(tensor):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("keep", ["all", "supervised"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3"])
 def test_items_are_the_rows_that_are_ok_bit_for_bit(tmp_path, format, keep, dtype):
     output = make_output(tmp_path, format=format, keep=keep, dtype=dtype, failed=[4])
     data = HiddenStates(output.url, check=True)
@@ -41,9 +42,12 @@ def test_items_are_the_rows_that_are_ok_bit_for_bit(tmp_path, format, keep, dtyp
         positions = np.flatnonzero(row.loss_mask) if keep == "supervised" else np.arange(len(row.input_ids))
         assert item["positions"].tolist() == positions.tolist()
         for name in NAMES:
-            assert item[name].dtype == getattr(torch, dtype)
+            assert item[name].dtype == getattr(torch, "bfloat16" if dtype == "float8_e4m3" else dtype)
             assert item[name].shape == (len(positions), 16)
-            assert np.array_equal(bits(item[name]), output.stored[row.index][name])
+            if dtype == "float8_e4m3":
+                assert item[name].equal(decode(torch.from_numpy(output.stored[row.index][name])))
+            else:
+                assert np.array_equal(bits(item[name]), output.stored[row.index][name])
     assert data.lengths().tolist() == [5, 12, 1, 7]
     assert data[-1]["row"] == 5
     with pytest.raises(IndexError):

@@ -19,11 +19,12 @@ from ray_extract.errors import ConfigError, NotFound, ShardError
 from ray_extract.records import RowStatus
 from ray_extract.shards import base
 from ray_extract.shards.base import RowStats
-from ray_extract.shards.image import lay_out, state_columns, write_table
+from ray_extract.shards.image import FP8, lay_out, state_columns, write_table
 from ray_extract.shards.parquet import cut_pieces, encode, group_pieces, write_parquet
 from ray_extract.shards.raw import HEAD_BYTES, write_raw
 from ray_extract.shards.reader import open_shard
 from ray_extract.shards.seal import check_digests, seal, sha256_other
+from ray_extract.shards.values import as_tensor
 from ray_extract.store import open_store
 
 PIECE = 3 * 16 * 2 * 10  # ten tokens of three bf16 states of 16
@@ -79,7 +80,7 @@ def test_a_shard_reads_back_equal_to_its_image(store, format, keep):
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
     keep=st.sampled_from(["all", "supervised"]),
-    dtype=st.sampled_from(["BF16", "F16", "F32"]),
+    dtype=st.sampled_from(["BF16", "F16", "F32", FP8]),
     piece_tokens=st.integers(1, 70),
     seed=st.integers(0, 9),
 )
@@ -119,6 +120,16 @@ def test_raw_is_the_image_and_opens_with_safetensors(tmp_path):
     tensors = safetensors.torch.load_file(tmp_path / "a.safetensors")
     assert tensors["state.final"].dtype == torch.bfloat16
     assert tensors["state.final"].shape == (14, 16)
+
+
+def test_fp8_states_open_with_safetensors_as_bytes_that_a_line_decodes(tmp_path):
+    image = make_image([5, 9], dtype=FP8)
+    write(open_store(str(tmp_path), {}), "a.safetensors", image, "raw")
+    records = safetensors.torch.load_file(tmp_path / "a.safetensors")["state.final"]
+    assert records.dtype == torch.uint8 and records.shape == (14, 16 + 8)
+    values = records[:, :16].view(torch.float8_e4m3fn).float() * records[:, 16:20].contiguous().view(torch.float32)
+    assert values[5:].equal(as_tensor(image.state("state.final", 1), FP8).float())
+    assert 0.5 < values.std() < 1.5
 
 
 def test_parquet_is_readable_without_this_package(tmp_path):

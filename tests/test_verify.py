@@ -295,6 +295,24 @@ def test_recomputing_rows_with_transformers(tmp_path, format):
     assert everything.recomputed == 4
 
 
+def test_states_stored_in_fp8_are_judged_by_what_fp8_makes_of_the_references(tmp_path):
+    model = tiny_model("llama", tmp_path / "models")
+    right = model_states(model)
+    options = {"dtype": "float8_e4m3", "hidden": HIDDEN, "vocab": VOCAB}
+    report = verify(
+        run_of(make_output(tmp_path, states=right, **options), model).url, recompute=3, model_path=str(model)
+    )
+    assert report.ok, report.problems
+    assert [(e.dtype, 0.01 < e.p50 < 0.04) for e in report.errors] == [("float8_e4m3", True)] * 3
+
+    def off(name, ids):
+        return right({"state.1": "state.3"}.get(name, name), ids) * (1.03 if name == "state.3" else 1)
+
+    other = run_of(make_output(tmp_path / "off", states=off, **options), model)
+    wrong = [e.name for e in verify(other.url, recompute=3, model_path=str(model)).errors if not e.ok]
+    assert wrong == ["state.1", "state.3"]
+
+
 def test_made_up_states_do_not_pass_recomputing(tmp_path):
     model = tiny_model("llama", tmp_path / "models")
     output = run_of(make_output(tmp_path, hidden=HIDDEN, vocab=VOCAB, states=random_states(HIDDEN)), model)

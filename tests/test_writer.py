@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from ray_extract.capture.arena import Arena, AttachedArena, new_nonce
 from ray_extract.capture.copier import TORCH_DTYPES, CpuCopier
 from ray_extract.capture.digest import digest_ids, digest_tokens
+from ray_extract.capture.fp8 import encode
 from ray_extract.capture.writer import Fault, Sums, Ticket, Work, Writer
 from ray_extract.layout import RequestId
 
@@ -32,7 +33,7 @@ class LateCopier:
 
     def __init__(self, copier: CpuCopier) -> None:
         self._copier = copier
-        self.dtype = copier.dtype
+        self.dtype, self.token_bytes = copier.dtype, copier.token_bytes
         self.raises_on: str | None = None
 
     def issue(self, work: Work, bases: Any, input_ids: Any, states: Sequence[Any]) -> Ticket:
@@ -72,14 +73,15 @@ class Marks:
     given_up: bool = False
     known: bool = False
 
-    def add(self, place: int | None, position: int, token_id: int, states: list[torch.Tensor]) -> None:
+    def add(
+        self, place: int | None, position: int, token_id: int, states: list[torch.Tensor], stored: list[Any]
+    ) -> None:
         self.digest[0] = (self.digest[0] + digest_ids(np.array([token_id], np.int32), position)) & MASK64
         self.covered = position + 1
         if place is None:
             return
         for k, state in enumerate(states):
-            raw = state.reshape(1, -1).view(torch.uint8).numpy()
-            self.digest[1 + k] = (self.digest[1 + k] + digest_tokens(raw, place)) & MASK64
+            self.digest[1 + k] = (self.digest[1 + k] + digest_tokens(stored[k], place)) & MASK64
             values = [float(v) for v in state.float()]
             finite = [v for v in values if np.isfinite(v)]
             self.sumsq[k] += sum(v * v for v in finite)
@@ -265,14 +267,19 @@ class Model:
         columns = {live.extent.slot: live for live in self.open}
         for token in one.tokens:
             states = [s[token.flat].contiguous() for s in one.states]
-            self.marks[token.slot, token.row].add(token.place, token.position, int(one.ids[token.flat]), states)
+            stored = [self.stored(state) for state in states]
+            self.marks[token.slot, token.row].add(token.place, token.position, int(one.ids[token.flat]), states, stored)
             if token.place is None:
                 continue
             live = columns[token.slot]
-            for column, state in zip(live.layout.columns, states, strict=True):
+            for column, raw in zip(live.layout.columns, stored, strict=True):
                 at = live.extent.offset + live.layout.tensors[column.name].offset
                 at += (int(live.table.cu_kept[token.row]) + token.place) * column.token_bytes
-                self.expected[at : at + column.token_bytes] = state.view(torch.uint8).numpy()
+                self.expected[at : at + column.token_bytes] = raw[0]
+
+    def stored(self, state: torch.Tensor) -> npt.NDArray[np.uint8]:
+        """A token of a state as it is stored; u8 [1, bytes per token]."""
+        return (encode(state[None]) if self.arena.spec.fp8 else state[None].view(torch.uint8)).numpy()
 
     def assert_equal(self) -> None:
         control = self.arena.control
@@ -293,16 +300,23 @@ class Model:
     seed=st.integers(0, 1 << 32),
     steps=st.lists(st.sampled_from(["forward", "forward", "forward", "check", "replace"]), max_size=20),
     dtype=st.sampled_from(["F32", "BF16"]),
+    fp8=st.booleans(),
     late=st.booleans(),
     behind=st.integers(0, 2),
 )
 def test_any_schedule_leaves_the_image_and_the_marks_of_a_naive_model(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, steps: list[str], dtype: str, late: bool, behind: int
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    steps: list[str],
+    dtype: str,
+    fp8: bool,
+    late: bool,
+    behind: int,
 ) -> None:
     """Chunks, retraction with other bytes, stale and foreign ids, gaps, wrong states, failing copies; passes are
     published up to two passes behind, as under overlap scheduling."""
     logging.disable(logging.CRITICAL)
-    arena = make_arena(tmp_path_factory.mktemp("arena"), dtype)
+    arena = make_arena(tmp_path_factory.mktemp("arena"), dtype, fp8=fp8)
     try:
         model = Model(arena, late, seed)
         model.add_image()
@@ -386,7 +400,7 @@ class SlowCopier:
 
     def __init__(self, copier: CpuCopier, gate: threading.Event) -> None:
         self._copier, self._gate = copier, gate
-        self.dtype = copier.dtype
+        self.dtype, self.token_bytes = copier.dtype, copier.token_bytes
 
     def issue(self, work: Work, bases: Any, input_ids: Any, states: Sequence[Any]) -> Ticket:
         addresses = bases.copy()

@@ -40,6 +40,8 @@ from ray_extract.layout import SHM_PREFIX
 logger = logging.getLogger(__name__)
 
 PAGE = 4096
+TAIL_BYTES = 8
+"""Bytes behind the values of a token that is stored in fp8, see capture.fp8."""
 TABLES = ("cu_seqlens", "cu_kept", "cu_spans", "spans", "input_ids")
 SHM_ROOT = Path("/dev/shm")
 
@@ -56,8 +58,9 @@ class ArenaSpec:
         writers: capture writers, one for each data-parallel rank.
         boundaries: boundaries to capture, ascending.
         final: whether the final state is captured too, as the last one.
-        dtype: safetensors code of the states.
+        dtype: safetensors code of the states as the engine computes them.
         hidden: elements of a state.
+        fp8: whether they are stored as records of capture.fp8.
     """
 
     nonce: str
@@ -69,6 +72,7 @@ class ArenaSpec:
     final: bool
     dtype: str
     hidden: int
+    fp8: bool = False
 
     @property
     def num_states(self) -> int:

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ray_extract.capture.arena import AttachedArena
+from ray_extract.capture.arena import TAIL_BYTES, AttachedArena
 from ray_extract.capture.digest import digest_ids, digest_tokens
-from ray_extract.capture.writer import Sums, Ticket, Work
+from ray_extract.capture.fp8 import encode
+from ray_extract.capture.writer import Run, Sums, Ticket, Work
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,34 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def map_states(arena: AttachedArena) -> torch.Tensor:
-    """The whole data file as a tensor of the states' dtype; element offsets are byte offsets / itemsize."""
-    return torch.frombuffer(arena.data, dtype=TORCH_DTYPES[arena.spec.dtype])
+class Target:
+    """The arena as where states go.
+
+    Args:
+        arena: the attached arena.
+
+    Attributes:
+        data: u8 tensor of the whole data file.
+        dtype: type of the states as they come.
+        token_bytes: bytes of a state of a token as it is stored.
+    """
+
+    def __init__(self, arena: AttachedArena) -> None:
+        spec = arena.spec
+        self.data = torch.frombuffer(arena.data, dtype=torch.uint8)
+        self.dtype = TORCH_DTYPES[spec.dtype]
+        self.fp8 = spec.fp8
+        self.token_bytes = spec.hidden + TAIL_BYTES if spec.fp8 else spec.hidden * self.dtype.itemsize
+
+    def place(self, run: Run, base: int) -> torch.Tensor:
+        """Where a run's tokens of a state go: [count, H] in the states' type, or u8 records.
+
+        Args:
+            base: byte offset of the state in the arena.
+        """
+        at = base + run.target * self.token_bytes
+        stored = self.data[at : at + run.count * self.token_bytes]
+        return (stored if self.fp8 else stored.view(self.dtype)).view(run.count, -1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,24 +73,28 @@ class CpuCopier:
     """Copies and digests at once, with NumPy: the reference for the CUDA path."""
 
     def __init__(self, arena: AttachedArena) -> None:
-        self._hidden = arena.spec.hidden
-        self._data = map_states(arena)
-        self.dtype = self._data.dtype
+        self._target = Target(arena)
+        self.dtype, self.token_bytes = self._target.dtype, self._target.token_bytes
 
     def issue(
         self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> Ticket:
         """See writer.Copier."""
-        hidden, itemsize = self._hidden, self._data.element_size()
+        stored = [encode(state[: work.num_tokens]) for state in states] if self._target.fp8 else states
         for run in work.runs:
-            for k, state in enumerate(states):
-                at = int(bases[run.slot, k]) // itemsize + run.target * hidden
-                target = self._data[at : at + run.count * hidden].view(run.count, hidden)
-                target.copy_(state[run.source : run.source + run.count])
+            for k, state in enumerate(stored):
+                self._target.place(run, int(bases[run.slot, k])).copy_(state[run.source : run.source + run.count])
         ids = input_ids[: work.num_tokens].numpy().astype(np.int32)
-        return _Done(self._sums(work, ids, states))
+        return _Done(self._sums(work, ids, states, stored))
 
-    def _sums(self, work: Work, ids: npt.NDArray[np.int32], states: Sequence[torch.Tensor]) -> Sums:
+    def _sums(
+        self,
+        work: Work,
+        ids: npt.NDArray[np.int32],
+        states: Sequence[torch.Tensor],
+        stored: Sequence[torch.Tensor],
+    ) -> Sums:
+        """Statistics of the states as they came, digests of what is stored of them."""
         entries, k = len(work.entries), len(states)
         sums = Sums(
             digest=np.zeros((entries, 1 + k), np.uint64),
@@ -78,10 +108,9 @@ class CpuCopier:
                 sums.digest[i, 0] = digest_ids(ids[entry.source : entry.source + entry.count], entry.position)
                 for source, kept, count in entry.pieces:
                     for j, state in enumerate(states):
-                        tokens = state[source : source + count].contiguous()
-                        raw = tokens.view(torch.uint8).numpy()
+                        raw = stored[j][source : source + count].contiguous().view(torch.uint8).numpy()
                         sums.digest[i, 1 + j] += np.uint64(digest_tokens(raw, kept))
-                        values = tokens.float()
+                        values = state[source : source + count].float()
                         finite = torch.isfinite(values)
                         values = torch.where(finite, values, 0.0)
                         sums.amax[i, j] = max(float(sums.amax[i, j]), float(values.abs().max()))
@@ -107,14 +136,15 @@ class CudaCopier:
     def __init__(self, arena: AttachedArena, device: torch.device, max_tokens: int, depth: int = 3) -> None:
         from ray_extract.capture.digest_cuda import SumsBuffer, device_weights
 
-        self._hidden = arena.spec.hidden
-        self._data = map_states(arena)
-        self.dtype = self._data.dtype
+        self._target = Target(arena)
+        self.dtype, self.token_bytes = self._target.dtype, self._target.token_bytes
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # An upload from pageable memory synchronises, so not in a forward pass.
-        weights = device_weights(self._hidden * self.dtype.itemsize, device)
-        self._new_buffer = functools.partial(SumsBuffer, device, max_tokens, arena.spec.num_states, weights)
+        weights = device_weights(self.token_bytes, device)
+        self._new_buffer = functools.partial(
+            SumsBuffer, device, max_tokens, arena.spec.num_states, weights, arena.spec.fp8
+        )
         self._buffers = [self._new_buffer() for _ in range(depth)]
         self._registered = threading.Event()
         self._register_error: BaseException | None = None
@@ -126,7 +156,7 @@ class CudaCopier:
         try:
             torch.cuda.set_device(self._device)
             start = time.monotonic()
-            pointer, nbytes = self._data.data_ptr(), self._data.nbytes
+            pointer, nbytes = self._target.data.data_ptr(), self._target.data.nbytes
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(runtime.cudaHostRegister(pointer, nbytes, 0))
             self._register_s = time.monotonic() - start
@@ -149,7 +179,7 @@ class CudaCopier:
         if self._register_error is not None:
             raise RuntimeError(f"cudaHostRegister of the arena failed: {self._register_error}")
         return {
-            "register_gib": round(self._data.nbytes / 2**30, 2),
+            "register_gib": round(self._target.data.nbytes / 2**30, 2),
             "register_s": round(self._register_s, 2),
             "register_wait_s": round(time.monotonic() - start, 2),
         }
@@ -168,7 +198,6 @@ class CudaCopier:
         self, work: Work, bases: npt.NDArray[np.uint64], input_ids: torch.Tensor, states: Sequence[torch.Tensor]
     ) -> Ticket:
         """See writer.Copier."""
-        hidden, itemsize = self._hidden, self._data.element_size()
         buffer = self._free_buffer()
         buffer.take(work, input_ids)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -178,11 +207,10 @@ class CudaCopier:
             with torch.cuda.stream(self._stream):
                 if _DELAY_CYCLES:
                     torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
-                buffer.launch(work, states)
+                stored = buffer.launch(work, states)
                 for run in work.runs:
-                    for k, state in enumerate(states):
-                        at = int(bases[run.slot, k]) // itemsize + run.target * hidden
-                        target = self._data[at : at + run.count * hidden].view(run.count, hidden)
+                    for k, state in enumerate(stored):
+                        target = self._target.place(run, int(bases[run.slot, k]))
                         target.copy_(state[run.source : run.source + run.count], non_blocking=True)
                 for state in states:
                     state.record_stream(self._stream)

@@ -1,10 +1,11 @@
-"""The digest and the statistics of a forward pass, in one fused Triton pass a state. The definition is in digest.py.
+"""The digest, the statistics and the fp8 records of a forward pass, in one fused Triton pass a state. They are defined
+in digest.py and fp8.py.
 
 One program a token reads its state once, as 32-bit words, and adds into the sums of the token's entry. 64-bit integer
 addition commutes, so the digest is exact in any order; `sumsq` is a float sum and may differ in its last bits.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ray_extract.capture.digest import word_weights
+from ray_extract.capture.fp8 import SMALLEST_AMAX
 from ray_extract.capture.writer import Sums, Work
 
 _KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -91,6 +93,87 @@ def _state_kernel(  # type: ignore[no-untyped-def]
         tl.atomic_add(zero_ptr + out, 1)
 
 
+@triton.jit
+def _e4m3(value):  # type: ignore[no-untyped-def]
+    """Bits of the e4m3 nearest to fp32 values of at most 448, ties to even, as i32.
+
+    In integers, since Triton has this type only for GPUs that have it (compute capability 8.9).
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Under 2**-6, units of 2**-9: those of fp32 from 2**14 on, so the addition rounds.
+    small = (tl.abs(value) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    normal = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    code = tl.where(size < (121 << 23), small, normal)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _record_kernel(  # type: ignore[no-untyped-def]
+    state_ptr,
+    stride,
+    records_ptr,
+    entry_ptr,
+    kept_ptr,
+    weights_ptr,
+    digest_ptr,
+    sumsq_ptr,
+    amax_ptr,
+    nonfinite_ptr,
+    zero_ptr,
+    k,
+    num_states: tl.constexpr,
+    hidden: tl.constexpr,
+    smallest_amax: tl.constexpr,
+    block: tl.constexpr,
+):
+    """As _state_kernel, of what it writes: u8 [tokens, hidden + 8], contiguous."""
+    token = tl.program_id(0).to(tl.int64)
+    kept = tl.load(kept_ptr + token)
+    if kept < 0:
+        return
+    entry = tl.load(entry_ptr + token)
+    squares = tl.zeros((block,), tl.float32)
+    largest = tl.zeros((block,), tl.float32)
+    bad = tl.zeros((block,), tl.int32)
+    for start in range(0, hidden, block):
+        at = start + tl.arange(0, block)
+        size = tl.abs(tl.load(state_ptr + token * stride + at, mask=at < hidden, other=0).to(tl.float32))
+        wrong = ~(size <= 3.4028234663852886e38)
+        bad += wrong.to(tl.int32)
+        size = tl.where(wrong, 0.0, size)
+        squares += size * size
+        largest = tl.maximum(largest, size)
+    bad_count = tl.sum(bad, axis=0)
+    amax = tl.max(largest, axis=0)
+    bounded = tl.maximum(amax, smallest_amax)
+    shrink = tl.div_rn(448.0, bounded)
+    scale = tl.where(amax > 0.0, tl.div_rn(bounded, 448.0), 0.0).to(tl.int32, bitcast=True)
+    record = records_ptr + token * (hidden + 8)
+    total = tl.zeros((block,), tl.int64)
+    for start in range(0, hidden, block):
+        at = start + tl.arange(0, block)
+        inside = at < hidden
+        value = tl.load(state_ptr + token * stride + at, mask=inside, other=0).to(tl.float32)
+        finite = tl.abs(value) <= 3.4028234663852886e38
+        scaled = tl.where(finite, tl.minimum(tl.maximum(value * shrink, -448.0), 448.0), 0.0)
+        code = tl.where(finite, _e4m3(scaled), 0x7F)
+        tl.store(record + at, code.to(tl.uint8), mask=inside)
+        weight = tl.load(weights_ptr + at // 4, mask=inside, other=0)
+        total += (code.to(tl.int64) << (8 * (at % 4))) * weight
+    tail = tl.arange(0, 8)
+    tl.store(record + hidden + tail, tl.where(tail < 4, (scale >> (8 * (tail % 4))) & 0xFF, 0).to(tl.uint8))
+    words = tl.sum(total, axis=0) + scale.to(tl.int64) * tl.load(weights_ptr + hidden // 4)
+    out = entry.to(tl.int64) * num_states + k
+    tl.atomic_add(digest_ptr + entry.to(tl.int64) * (num_states + 1) + k + 1, _position_weight(kept) * (words + 1))
+    tl.atomic_add(sumsq_ptr + out, tl.sum(squares, axis=0).to(tl.float64))
+    tl.atomic_max(amax_ptr + out, amax)
+    if bad_count > 0:
+        tl.atomic_add(nonfinite_ptr + out, bad_count)
+    elif amax == 0.0:
+        tl.atomic_add(zero_ptr + out, 1)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _ids_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, entry_ptr, position_ptr, digest_ptr, num_tokens, weight, num_states: tl.constexpr, block: tl.constexpr
@@ -121,16 +204,19 @@ def device_weights(token_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class SumsBuffer:
-    """Staging of one forward pass's sums; allocated once, used in turn. It is its own ticket.
+    """Staging of one forward pass's sums and fp8 records; allocated once, used in turn. It is its own ticket.
 
     Args:
         device: the GPU.
         max_tokens: most tokens in a forward pass.
         num_states: states captured.
-        weights: from device_weights, for the words of one state.
+        weights: from device_weights, for the words of one state as it is stored.
+        fp8: whether states are stored as records of fp8.py.
     """
 
-    def __init__(self, device: torch.device, max_tokens: int, num_states: int, weights: torch.Tensor) -> None:
+    def __init__(
+        self, device: torch.device, max_tokens: int, num_states: int, weights: torch.Tensor, fp8: bool = False
+    ) -> None:
         self._states = num_states
         self._max_tokens = max_tokens
         pin = device.type == "cuda"
@@ -142,6 +228,9 @@ class SumsBuffer:
         self._host_out = torch.empty(max_tokens * self._entry_bytes, dtype=torch.uint8, pin_memory=pin)
         self._event = torch.cuda.Event() if pin else None  # type: ignore[no-untyped-call]
         self._weights = weights
+        self._records = (
+            torch.empty((num_states, max_tokens, 4 * len(weights)), dtype=torch.uint8, device=device) if fp8 else None
+        )
         self._entries = 0
         self.free = True
 
@@ -161,8 +250,8 @@ class SumsBuffer:
         self.free = False
         self._ids[: work.num_tokens].copy_(input_ids[: work.num_tokens], non_blocking=True)
 
-    def launch(self, work: Work, states: Any) -> None:
-        """Queue the kernels on the current stream."""
+    def launch(self, work: Work, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Queue the kernels on the current stream; returns what is to be stored of each state, [>= num_tokens, ...]."""
         tokens, entries, k = work.num_tokens, len(work.entries), self._states
         token_arrays(work, self._host_tokens[:, :tokens].numpy())
         for i in range(3):
@@ -172,6 +261,28 @@ class SumsBuffer:
         self._out[:used].zero_()
         digest, sumsq, amax, nonfinite, zero = self._sections(self._out)
         for j, state in enumerate(states):
+            if self._records is not None:
+                hidden = state.shape[1]
+                _record_kernel[(tokens,)](
+                    state,
+                    state.stride(0),
+                    self._records[j],
+                    self._tokens[0],
+                    self._tokens[2],
+                    self._weights,
+                    digest,
+                    sumsq,
+                    amax,
+                    nonfinite,
+                    zero,
+                    j,
+                    num_states=k,
+                    hidden=hidden,
+                    smallest_amax=SMALLEST_AMAX,
+                    block=min(2048, triton.next_power_of_2(hidden)),
+                    num_warps=8,
+                )
+                continue
             words = state.view(torch.int32)
             num_words = words.shape[1]
             _state_kernel[(tokens,)](
@@ -204,6 +315,7 @@ class SumsBuffer:
             block=block,
         )
         self._host_out[:used].copy_(self._out[:used], non_blocking=True)
+        return list(states) if self._records is None else list(self._records)
 
     def record(self) -> None:
         """Mark the end of this pass's work on the current stream."""

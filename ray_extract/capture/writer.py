@@ -145,6 +145,10 @@ class Copier(Protocol):
     def dtype(self) -> Any:
         """Type of the states that it takes."""
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a state of a token as it is stored."""
+
     def issue(self, work: Work, bases: npt.NDArray[np.uint64], input_ids: Any, states: Sequence[Any]) -> Ticket:
         """Start the copies and digests of `work`.
 
@@ -173,7 +177,7 @@ class Writer:
         self._copier = copier
         self._live: dict[int, _Live] = {}
         self._counters = arena.control.counters[index]
-        self._token_bytes = copier.dtype.itemsize * arena.spec.hidden
+        self._token_bytes = copier.token_bytes
 
     def check_request(self, rid: str, input_ids: Sequence[int]) -> None:
         """Compare a request's ids with the image's, once, before its first forward pass.

@@ -47,6 +47,7 @@ class Request:
         max_length: cut rows to this many tokens, as the trainer would.
         min_supervised: leave out rows with fewer supervised tokens.
         link: speculators only: write no states; speculators_backend reads them from the run.
+        fp8: speculators only: write the states as its backend `fp8` reads them.
         storage_options: of the run's store.
     """
 
@@ -60,6 +61,7 @@ class Request:
     max_length: int | None = None
     min_supervised: int = 1
     link: bool = False
+    fp8: bool = False
     storage_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -159,6 +161,7 @@ def export(request: Request) -> Report:
         "draft_vocab": draft_vocab,
         "vocab_size": vocab_size if draft_vocab else None,
         "link": request.link,
+        "fp8": request.fp8,
     }
     notes = {
         "source": {"url": source.url, "manifest": source.manifest},
@@ -174,6 +177,8 @@ def export(request: Request) -> Report:
             why = _shown(reasons + Counter(source.not_ok))
             raise ConfigError(f"{source.url}: none of its {source.rows} rows can be exported: {why}")
         token_bytes = len(choice.names) * source.state_bytes
+        if request.fp8:
+            token_bytes = len(choice.names) * int(source.identity.capture["hidden"]) + 4
         if not request.link:
             _check_space(folder, int(selection.lengths.sum()) * token_bytes)
             _write_states(folder, request, target, choice, selection)
@@ -202,6 +207,11 @@ def _target(request: Request) -> Target:
         raise ConfigError(f"no export to {request.target}; known: {', '.join(TARGETS)}")
     if request.link and target.trainer != "speculators":
         raise ConfigError(f"--link: only speculators can read states that stay in the run, not {target.trainer}")
+    if request.fp8 and (target.trainer != "speculators" or request.link):
+        raise ConfigError(
+            "--fp8: writes files of states for speculators' backend fp8; "
+            + ("--link writes none" if request.link else f"{target.trainer} has nothing that reads it")
+        )
     for name, value in (
         ("max-length", request.max_length),
         ("min-supervised", request.min_supervised),
@@ -268,10 +278,9 @@ def _select(rows: HiddenStates, target: Target, request: Request, vocab_size: in
 
 
 def _warning(source: Source, target: Target) -> str | None:
-    dtype = source.identity.capture["dtype"]
-    if target.trainer == "specforge" and target.strategy == "eagle3" and dtype != "bfloat16":
+    if target.trainer == "specforge" and target.strategy == "eagle3" and source.dtype != "bfloat16":
         # modeling/target/target_head.py
-        return f"SpecForge's LM head is bfloat16 and these states are {dtype}: it will fail; capture in bfloat16"
+        return f"SpecForge's LM head is bfloat16 and these states are {source.dtype}: it will fail; capture in bfloat16"
     return None
 
 
@@ -292,7 +301,7 @@ def _write_states(
             name = speculators.row_name(line)
 
             def write(out: BinaryIO, item: dict[str, Any] = item) -> None:
-                speculators.write_states(out, item, choice)
+                speculators.write_states(out, item, choice, request.fp8)
 
         if folder.put(name, write) == "replaced":
             log.warning("%s/%s was not what the run holds; replaced", folder.path, name)

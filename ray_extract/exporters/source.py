@@ -16,7 +16,7 @@ from ray_extract.counts import read_counts
 from ray_extract.errors import ConfigError, NotFound
 from ray_extract.ledger import Ledger, RunIdentity, latest_manifest, read_manifest
 from ray_extract.presets import DraftConfig, Target, check_boundaries, default_boundaries, needs
-from ray_extract.shards.image import ITEMSIZE, TORCH_TO_CODE
+from ray_extract.shards.image import FP8, ITEMSIZE, TORCH_TO_CODE
 from ray_extract.store import open_store
 
 
@@ -50,9 +50,14 @@ class Source:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state of one token."""
-        capture = self.identity.capture
-        return int(capture["hidden"]) * ITEMSIZE[TORCH_TO_CODE[capture["dtype"]]]
+        """Bytes of one state of one token, as readers give it."""
+        return int(self.identity.capture["hidden"]) * ITEMSIZE[TORCH_TO_CODE[self.dtype]]
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the states' type, as readers give them: of fp8, bfloat16."""
+        stored = str(self.identity.capture["dtype"])
+        return "bfloat16" if TORCH_TO_CODE[stored] == FP8 else stored
 
 
 def open_source(url: str, storage_options: Mapping[str, Any]) -> Source:

@@ -9,6 +9,8 @@ Sources: speculators `train/data.py` (ArrowDataset) and `data_generation/preproc
         hidden_states   [T, K+1, H]  the boundaries in the order of the draft's layer ids; then the state *before* the
                                      final norm, since the trainer applies the verifier's norm itself
         token_ids       i64 [T]
+        in fp8 (hs-connectors' fp8_utils.py, which the trainer's backend `fp8` reads): hidden_states are e4m3, and
+        hidden_states_scales f32 [T, 1, 1] is one scale a token for all its states
     d2t-<D>.npy i64 [D], t2d-<D>.npy bool [V]   the vocabulary's maps, where the trainer looks for those of size D
     rows.npy                    i64 [lines, 2]: item of readers.dataset.HiddenStates, and index in the run's prepared
                                 data set; not the trainer's, see speculators_backend
@@ -25,7 +27,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from ray_extract.capture.arena import TAIL_BYTES
+from ray_extract.capture.fp8 import encode
 from ray_extract.exporters.source import Choice
+from ray_extract.tensors import make_header
 
 DATA_FILE = "data-00000-of-00001.arrow"
 INFO_FILE = "dataset_info.json"
@@ -76,30 +81,28 @@ def stacked(item: Mapping[str, Any], choice: Choice, first: int = 0, end: int | 
     return torch.stack([item[name][first:end] for name in choice.names], dim=1)
 
 
-def write_states(out: BinaryIO, item: Mapping[str, Any], choice: Choice) -> None:
-    """Write a row's file, in blocks of 32 MiB: a safetensors header, the states, the ids."""
+def write_states(out: BinaryIO, item: Mapping[str, Any], choice: Choice, fp8: bool = False) -> None:
+    """Write a row's file, in blocks of 32 MiB: a safetensors header, the states, the ids, and in fp8 the scales."""
     tokens = len(item["input_ids"])
     state = item[choice.names[0]]
     hidden, width = state.shape[1], len(choice.names)
-    token_bytes = width * hidden * state.element_size()
-    size = tokens * token_bytes
-    header = json.dumps(
-        {
-            "hidden_states": {
-                "dtype": _CODES[state.dtype],
-                "shape": [tokens, width, hidden],
-                "data_offsets": [0, size],
-            },
-            "token_ids": {"dtype": "I64", "shape": [tokens], "data_offsets": [size, size + 8 * tokens]},
-        },
-        separators=(",", ":"),
-    ).encode()
-    header = header.ljust(-(-len(header) // 8) * 8)
-    out.write(len(header).to_bytes(8, "little") + header)
-    step = max(1, _BLOCK_BYTES // token_bytes)
+    tensors = [
+        ("hidden_states", "F8_E4M3" if fp8 else _CODES[state.dtype], (tokens, width, hidden)),
+        ("token_ids", "I64", (tokens,)),
+        *([("hidden_states_scales", "F32", (tokens, 1, 1))] if fp8 else []),
+    ]
+    out.write(make_header(tensors, {}).text)
+    step = max(1, _BLOCK_BYTES // (width * hidden * state.element_size()))
+    scales = []
     for at in range(0, tokens, step):
-        out.write(_bytes(stacked(item, choice, at, at + step)))
-    out.write(_bytes(item["input_ids"]))
+        block = stacked(item, choice, at, at + step)
+        if fp8:
+            records = encode(block.flatten(1))
+            block = records[:, :-TAIL_BYTES]
+            scales.append(records[:, -TAIL_BYTES:-4])
+        out.write(_bytes(block))
+    for part in (item["input_ids"], *scales):
+        out.write(_bytes(part))
 
 
 def write_data(out: BinaryIO, lines: Iterable[Line]) -> None:

@@ -10,10 +10,8 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ray_extract.errors import ConfigError
-from ray_extract.readers.rows import TORCH_DTYPES, Rows, as_tensor
+from ray_extract.readers.rows import Rows
 from ray_extract.shards.base import Shard
-
-__all__ = ["TORCH_DTYPES", "HiddenStates", "as_tensor"]
 
 
 class HiddenStates(Dataset[dict[str, Any]]):
@@ -26,7 +24,7 @@ class HiddenStates(Dataset[dict[str, Any]]):
         input_ids   i64 [n]
         loss_mask   u8 [n]
         positions   i64 [kept], prompt positions of the stored tokens; 0 .. n-1 under `keep: all`
-        state.<b>   [kept, H] in the stored dtype, for each state asked for
+        state.<b>   [kept, H] in the stored dtype (of fp8: in bf16), for each state asked for
 
     Rows differ in length, so use `DataLoader(..., batch_size=None)` or a collate function. States of raw shards in a
     local folder are views of a private memory map: nothing is read before it is used, and writing to them does not

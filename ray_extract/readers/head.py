@@ -20,7 +20,7 @@ from ray_extract.counts import TokenCounts, read_counts
 from ray_extract.errors import ShardError
 from ray_extract.head import read_header
 from ray_extract.layout import HEAD_KEY
-from ray_extract.readers.dataset import TORCH_DTYPES
+from ray_extract.shards.values import TORCH_DTYPES
 from ray_extract.store import Store, open_store
 from ray_extract.tensors import Header, Place
 

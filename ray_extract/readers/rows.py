@@ -24,6 +24,7 @@ from ray_extract.shards.base import Shard
 from ray_extract.shards.image import Column
 from ray_extract.shards.raw import RawShard
 from ray_extract.shards.reader import open_shard
+from ray_extract.shards.values import as_tensor
 from ray_extract.store import Store, open_store
 
 log = logging.getLogger(__name__)
@@ -31,24 +32,8 @@ log = logging.getLogger(__name__)
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 
-TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-
 REQUESTS_AT_ONCE = 16
 """Range requests on their way: what waits for the first byte does not use the network."""
-
-
-def as_tensor(stored: U8, dtype: str) -> torch.Tensor:
-    """Stored bytes of a state, u8 [kept, bytes per token], as a writable tensor [kept, H] of a safetensors dtype.
-
-    Shares the memory of a writable array (a private memory map); read-only ones (a range read, a decoded Parquet
-    value, which a cache may hand out again) are copied.
-    """
-    return torch.from_numpy(stored if stored.flags.writeable else stored.copy()).view(TORCH_DTYPES[dtype])
 
 
 class Rows:

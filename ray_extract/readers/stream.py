@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_extract.errors import ConfigError
 from ray_extract.readers.order import I64, Plan, Uses, epoch_order, pack, turns, uses
-from ray_extract.readers.rows import Rows, as_tensor
+from ray_extract.readers.rows import Rows
 from ray_extract.shards.base import Shard
 
 STATE_VERSION = 1
@@ -352,7 +352,7 @@ class HiddenStatesStream(EpochStream):
         cu_seqlens  i32 [B + 1], row b has the prompt tokens cu_seqlens[b] .. cu_seqlens[b + 1]
         cu_kept     i32 [B + 1], and the stored tokens cu_kept[b] .. cu_kept[b + 1]
         max_seqlen  int, the most prompt tokens of a row
-        state.<b>   [k, H] in the stored dtype, for each state asked for
+        state.<b>   [k, H] in the stored dtype (of fp8: in bf16), for each state asked for
 
     So give a DataLoader `batch_size=None`.
 
@@ -482,7 +482,7 @@ def _packed(rows: Rows, indices: Sequence[int], opened: Sequence[Shard]) -> dict
         "max_seqlen": max(seqlens),
     }
     for name in rows.states:
-        batch[name] = as_tensor(np.concatenate([stored[name] for _, stored in read]), rows.columns[name].dtype)
+        batch[name] = rows.tensor(name, np.concatenate([stored[name] for _, stored in read]))
     return batch
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ray_extract.errors import ConfigError, ShardError
 from ray_extract.readers.order import I64, Plan, cut_tokens, spans
-from ray_extract.readers.rows import TORCH_DTYPES, U8, Rows
+from ray_extract.readers.rows import U8, Rows
 from ray_extract.readers.stream import EpochStream, Even
 from ray_extract.shards.base import Shard
 from ray_extract.shards.raw import RawShard
@@ -55,7 +55,7 @@ class TokenSampler(EpochStream):
         batch_tokens: B.
         tokens_per_row: None for all.
         normalise: True; False; or the scales of an earlier sampler, by name. True opens every shard once at the start.
-        dtype: of the states; when absent, float32 for normalised ones and else the stored one.
+        dtype: of the states; when absent, float32 for normalised ones, else the stored one (of fp8: bf16).
         mix_rows: see above.
         shuffle, mix, seed, rank, ranks, even, ahead: as readers.stream.HiddenStatesStream. `shuffle=False` leaves the
             rows in order, and their tokens shuffled.
@@ -149,7 +149,7 @@ class TokenSampler(EpochStream):
         }
 
     def _tensor(self, name: str, stored: U8) -> torch.Tensor:
-        tensor = torch.from_numpy(stored).view(TORCH_DTYPES[self.rows.columns[name].dtype])
+        tensor = self.rows.tensor(name, stored)
         if name in self.scales:
             tensor = tensor.to(torch.float32).mul_(self.scales[name])
         return tensor if self._dtype is None else tensor.to(self._dtype)

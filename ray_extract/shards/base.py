@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ray_extract.capture.digest import add_digests, digest_ids, digest_tokens
 from ray_extract.errors import ConfigError, ShardError
 from ray_extract.records import RowStatus
-from ray_extract.shards.image import ITEMSIZE, Column, RowTable
+from ray_extract.shards.image import STATE_DTYPES, Column, RowTable
 
 BLOCK_BYTES = 16 << 20  # of a state, read at once to check it; a range request of this size runs at full speed
 
@@ -179,7 +179,7 @@ def _check_contents(key: str, contents: ShardContents) -> None:
     """The columns, and every length that follows from another. Raises ShardError naming the first that is wrong."""
     table, states = contents.table, len(contents.columns)
     for column in contents.columns:
-        known = column.dtype in ITEMSIZE and isinstance(column.width, int) and column.width > 0
+        known = column.dtype in STATE_DTYPES and isinstance(column.width, int) and column.width > 0
         if not known or column.token_bytes % 8:
             raise ShardError(
                 f"{key}: {column.name} is {column.dtype} x {column.width}, which this release does not read"

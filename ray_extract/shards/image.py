@@ -20,7 +20,8 @@ With R rows, N prompt tokens, T stored tokens, K states and S kept spans:
     loss_mask   u8  [N]
     status      u8  [R]       records.RowStatus
     _pad.<i>    u8            so that each state starts on a page of 4096 bytes
-    state.<b>   [T, H]        one for each boundary b, ascending; then `state.final`
+    state.<b>   [T, H]        one for each boundary b, ascending; then `state.final`. Stored in fp8: u8 [T, H + 8], the
+                              records of capture.fp8
 """
 
 import dataclasses
@@ -29,6 +30,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from ray_extract.capture.arena import TAIL_BYTES
 
 PAGE = 4096
 FORMAT_VERSION = "1"
@@ -41,8 +44,11 @@ NUMPY_DTYPES = {
     "I32": np.int32,
     "U8": np.uint8,
 }
-ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U8": 1}
-TORCH_TO_CODE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+ITEMSIZE = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U8": 1}
+FP8 = "F8_E4M3"
+"""Type of a column of fp8 records."""
+TORCH_TO_CODE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3": FP8}
+STATE_DTYPES = ("F32", "BF16", "F16", FP8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,8 +57,8 @@ class Column:
 
     Args:
         name: the tensor's name, `state.<boundary>` or `state.final`.
-        dtype: safetensors code, such as BF16.
-        width: elements a token.
+        dtype: one of STATE_DTYPES.
+        width: elements a token, H.
     """
 
     name: str
@@ -62,7 +68,12 @@ class Column:
     @property
     def token_bytes(self) -> int:
         """Bytes a token."""
-        return self.width * ITEMSIZE[self.dtype]
+        return self.width + TAIL_BYTES if self.dtype == FP8 else self.width * ITEMSIZE[self.dtype]
+
+    @property
+    def tensor(self) -> tuple[str, int]:
+        """Type and width of the column's tensor in a safetensors file."""
+        return ("U8", self.token_bytes) if self.dtype == FP8 else (self.dtype, self.width)
 
 
 def state_columns(boundaries: Sequence[int], final: bool, dtype: str, hidden: int) -> tuple[Column, ...]:
@@ -171,7 +182,7 @@ class ImageLayout:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The state columns, in order."""
-        return tuple(Column(t.name, t.dtype, t.shape[1]) for t in self.tensors.values() if t.name.startswith("state."))
+        return tuple(_column(t) for t in self.tensors.values() if t.name.startswith("state."))
 
     @property
     def states_offset(self) -> int:
@@ -198,6 +209,12 @@ class ImageLayout:
             yield buffer[at : t.offset]
             at = t.offset + t.nbytes
         yield buffer[at : self.nbytes]
+
+
+def _column(tensor: Tensor) -> Column:
+    if tensor.dtype == "U8":
+        return Column(tensor.name, FP8, tensor.shape[1] - TAIL_BYTES)
+    return Column(tensor.name, tensor.dtype, tensor.shape[1])
 
 
 def lay_out(table: RowTable, columns: Sequence[Column], metadata: dict[str, str]) -> ImageLayout:
@@ -240,7 +257,8 @@ def lay_out(table: RowTable, columns: Sequence[Column], metadata: dict[str, str]
         placed.append(Tensor(f"_pad.{i}", "U8", (pad,), at, pad))
         at += pad
         nbytes = kept * column.token_bytes
-        placed.append(Tensor(column.name, column.dtype, (kept, column.width), at, nbytes))
+        dtype, width = column.tensor
+        placed.append(Tensor(column.name, dtype, (kept, width), at, nbytes))
         at += nbytes
     tree: dict[str, object] = {"__metadata__": metadata}
     for t in placed:
