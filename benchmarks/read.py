@@ -35,7 +35,7 @@ from proxies import counting
 from servers import seaweedfs
 
 from ray_extract.layout import manifest_key, shard_key
-from ray_extract.ledger import MANIFEST_SCHEMA
+from ray_extract.ledger import MANIFEST_FORMAT, MANIFEST_SCHEMA, MANIFEST_VERSION
 from ray_extract.readers.dataset import HiddenStates
 from ray_extract.readers.stream import HiddenStatesStream
 from ray_extract.shards.image import lay_out, row_table, state_columns, write_table
@@ -88,7 +88,12 @@ def make_run(url: str, options: dict[str, Any], *, shards: int, rows: int, token
             for place in range(rows)
         ]
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(lines, schema=MANIFEST_SCHEMA), sink)
+    metadata = {
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
+        "ray_extract.columns": json.dumps([[c.name, c.dtype, c.width] for c in columns]),
+    }
+    pq.write_table(pa.Table.from_pylist(lines, schema=MANIFEST_SCHEMA.with_metadata(metadata)), sink)
     store.put(manifest_key(0), sink.getvalue().to_pybytes())
     return shards * rows * tokens * hidden * 2 * len(columns)
 

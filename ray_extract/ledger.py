@@ -30,7 +30,7 @@ from ray_extract.dataset.prepare import PreparedRow
 from ray_extract.errors import AlreadyExists, IdentityMismatch, ShardError
 from ray_extract.model import ModelShape
 from ray_extract.records import Receipt, Unit
-from ray_extract.shards.image import FORMAT_VERSION
+from ray_extract.shards.image import FORMAT_VERSION, TORCH_TO_CODE, Column, state_columns
 from ray_extract.store import ObjectInfo, Store, put_once
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,11 @@ unit, shard, format: where the row is; shard is the object's key. Null for skipp
 row_in_shard: its place among the shard's rows.
 token_offset: its first token in the shard's states.
 digests: u64 [1 + states], see capture.digest; the first one is of the token ids.
+
+The schema's metadata of a manifest in a store is `format` and `version`, and `ray_extract.columns`: JSON
+[[name, dtype, width], ...] of the shards' states in order, see shards.image.
 """
+MANIFEST_FORMAT, MANIFEST_VERSION = "ray_extract manifest", "1"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,6 +165,12 @@ def run_identity(
     )
     # As it will be read back, so that tuples and lists do not differ.
     return RunIdentity.from_json(json.loads(json.dumps(identity.to_json())))
+
+
+def stored_columns(identity: RunIdentity) -> tuple[Column, ...]:
+    """The states in each of a run's shards, in order."""
+    capture = identity.capture
+    return state_columns(capture["boundaries"], capture["final"], TORCH_TO_CODE[capture["dtype"]], capture["hidden"])
 
 
 def diff(run: RunIdentity, job: RunIdentity) -> list[str]:
@@ -516,8 +526,13 @@ def write_manifest(
         Its key, and what became of the rows.
 
     Raises:
-        ShardError: see manifest_rows; nothing is written.
+        ShardError: see manifest_rows, or nobody has claimed the output; nothing is written.
     """
+    identity = Ledger(store).identity()
+    if identity is None:
+        raise ShardError(f"{store.url}: no {layout.RUN_KEY}, so nothing says which states the shards hold")
+    columns = [[c.name, c.dtype, c.width] for c in stored_columns(identity)]
+    metadata = {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "ray_extract.columns": json.dumps(columns)}
     sizes: list[int] = []
 
     def measured() -> Iterator[Receipt]:
@@ -528,7 +543,7 @@ def write_manifest(
     # A file, since a lost race for a number means sending it again.
     with tempfile.TemporaryFile() as file:
         totals = Totals()
-        with pq.ParquetWriter(file, MANIFEST_SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(file, MANIFEST_SCHEMA.with_metadata(metadata), compression="zstd") as writer:
             records = manifest_rows(rows, units, measured())
             while batch := list(itertools.islice(records, _BATCH_ROWS)):
                 part = pa.RecordBatch.from_pylist(batch, schema=MANIFEST_SCHEMA)
@@ -591,7 +606,7 @@ def read_manifest(store: Store) -> pa.Table:
     """The latest manifest, see MANIFEST_SCHEMA.
 
     Raises:
-        ShardError: there is none yet, or it is damaged.
+        ShardError: there is none yet, it is damaged, or of another release.
     """
     key = latest_manifest(store)
     if key is None:
@@ -599,9 +614,22 @@ def read_manifest(store: Store) -> pa.Table:
     try:
         # Not read_table, whose threads abort a process that ends while they start ("terminate called without ...").
         table = pq.ParquetFile(pa.BufferReader(store.get(key))).read(use_threads=False)
-        return table.cast(MANIFEST_SCHEMA)
-    except (pa.ArrowException, ValueError) as error:
+        metadata = {name.decode(): text.decode() for name, text in (table.schema.metadata or {}).items()}
+        found = metadata.get("format"), metadata.get("version")
+        if found != (MANIFEST_FORMAT, MANIFEST_VERSION):
+            raise ShardError(
+                f"{store.url}/{key}: format {found[0]!r:.40} version {found[1]!r:.40}; this release reads "
+                f"{MANIFEST_FORMAT!r} {MANIFEST_VERSION!r}"
+            )
+        manifest_columns(table)
+        return table.cast(MANIFEST_SCHEMA.with_metadata(table.schema.metadata))
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
+
+
+def manifest_columns(manifest: pa.Table) -> tuple[Column, ...]:
+    """The states in each shard that a manifest names, in order."""
+    return tuple(Column(*entry) for entry in json.loads(manifest.schema.metadata[b"ray_extract.columns"]))
 
 
 def write_success(store: Store, summary: Mapping[str, Any]) -> None:

@@ -33,14 +33,16 @@ from ray_extract.ledger import (
     Ledger,
     RunIdentity,
     latest_manifest,
+    manifest_columns,
     manifest_rows,
     read_manifest,
+    stored_columns,
 )
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import load_plan, show_bytes
 from ray_extract.records import Receipt, RowStatus, Unit
 from ray_extract.shards.base import Shard
-from ray_extract.shards.image import FP8, TORCH_TO_CODE, Column, RowTable, row_table, state_columns
+from ray_extract.shards.image import FP8, TORCH_TO_CODE, Column, RowTable, row_table
 from ray_extract.shards.reader import open_shard
 from ray_extract.store import Store, open_store
 
@@ -205,7 +207,7 @@ def verify(
                 f"{report.rows} rows, but {report.rows_ok} ok + {report.rows_skipped} skipped + "
                 f"{report.rows_failed} failed could be read"
             )
-        _check_manifest(ledger, index, units, expected.keep, rows, report)
+        _check_manifest(ledger, index, units, expected, rows, report)
     if recompute and model_path is not None:
         _recompute(store.url, storage_options, identity, recompute, seed, model_path, report)
     return report
@@ -227,13 +229,12 @@ def _read_run(store: Store) -> tuple[RunIdentity, _Expected, RowIndex, list[Unit
     identity = Ledger(store).identity()
     if identity is None:
         raise ConfigError(f"{store.url}: no {layout.RUN_KEY}, so this is no output of ray_extract; check the URL")
-    capture = identity.capture
-    columns = state_columns(capture["boundaries"], capture["final"], TORCH_TO_CODE[capture["dtype"]], capture["hidden"])
+    columns = stored_columns(identity)
     try:
         index, units = load_plan(store)
     except NotFound:
         raise ConfigError(f"{store.url}: the run has no plan yet; nothing to verify") from None
-    return identity, _Expected(capture["keep"], identity.format["shards"], columns), index, units
+    return identity, _Expected(identity.capture["keep"], identity.format["shards"], columns), index, units
 
 
 def _stored(asked: Collection[int], stored: Sequence[int]) -> tuple[int, ...]:
@@ -389,7 +390,7 @@ def _check_manifest(
     ledger: Ledger,
     index: RowIndex,
     units: Sequence[Unit],
-    keep: str,
+    expected: _Expected,
     rows: _Locked,
     report: VerifyReport,
 ) -> None:
@@ -399,13 +400,16 @@ def _check_manifest(
         report.add(str(error))
         return
 
+    if manifest_columns(manifest) != expected.columns:
+        report.add(f"manifest: its columns are {manifest_columns(manifest)}, the run's are {expected.columns}")
+
     def prepared() -> Iterator[PreparedRow]:
         for first in range(0, index.rows, _BATCH_ROWS):
             yield from rows.read(first, min(first + _BATCH_ROWS, index.rows))
 
     at, counting = 0, Counting()
     try:
-        records = manifest_rows(counting.heads(prepared(), keep), units, counting.receipts(ledger.receipts()))
+        records = manifest_rows(counting.heads(prepared(), expected.keep), units, counting.receipts(ledger.receipts()))
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
             _compare(manifest.slice(at, len(batch)), batch, report.add)
             at += len(batch)

@@ -29,13 +29,14 @@ class PlainRow:
 
 def read_output(folder: Path) -> dict[int, PlainRow]:
     """Every row that is ok, by index, its digests compared with the manifest's."""
-    manifest = pq.ParquetFile(max(folder.glob("manifest-*.parquet"))).read().to_pylist()
+    manifest = pq.ParquetFile(max(folder.glob("manifest-*.parquet"))).read()
+    names = [name for name, _, _ in json.loads(manifest.schema.metadata[b"ray_extract.columns"])]
     rows = {}
-    for line in manifest:
+    for line in manifest.to_pylist():
         if line["status"] == "ok":
             read = read_raw if line["format"] == "raw" else read_parquet
             rows[line["row"]] = found = read(folder / line["shard"], line)
-            assert found.digests == line["digests"]
+            assert found.digests == line["digests"] and list(found.states) == names
             assert len(found.input_ids) == line["n_tokens"] and len(found.positions) == line["kept"]
     return rows
 

@@ -281,6 +281,13 @@ def test_orphans_are_shards_that_lost_and_nothing_else() -> None:
 # Manifests
 
 
+def claimed() -> Ledger:
+    """The ledger of a run that has begun."""
+    ledger = Ledger(memory())
+    ledger.claim(identity(), {})
+    return ledger
+
+
 def commit_all(ledger: Ledger, attempt: str = "a", failures: Sequence[RowFailure] = ()) -> None:
     """Commit every unit; each gets the failures among its rows."""
     for unit in UNITS:
@@ -288,7 +295,7 @@ def commit_all(ledger: Ledger, attempt: str = "a", failures: Sequence[RowFailure
 
 
 def test_a_manifest_has_every_row_in_order_and_says_where_it_is() -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     commit_all(ledger, failures=[RowFailure(3, RowStatus.NONFINITE, "7 values")])
     key, totals = write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())
     assert key == "manifest-000000.parquet"
@@ -333,7 +340,7 @@ def test_a_manifest_has_every_row_in_order_and_says_where_it_is() -> None:
 
 
 def test_manifests_are_numbered_and_never_overwritten() -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     assert latest_manifest(ledger.store) is None
     with pytest.raises(ShardError, match="no manifest"):
         read_manifest(ledger.store)
@@ -349,14 +356,14 @@ def test_manifests_are_numbered_and_never_overwritten() -> None:
 
 
 def test_the_same_manifest_again_is_the_same_object() -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     commit_all(ledger)
     keys = {write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())[0] for _ in range(2)}
     assert keys == {"manifest-000000.parquet"}
 
 
 def test_a_number_that_another_driver_took_meanwhile_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     commit_all(ledger)
     put_stream = ledger.store.put_stream
 
@@ -388,7 +395,7 @@ def test_a_number_that_another_driver_took_meanwhile_is_passed_over(monkeypatch:
 def test_rows_plan_and_commits_that_do_not_fit_make_no_manifest(
     rows: list[RowHead], units: list[Unit], says: str
 ) -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     commit_all(ledger)
     with pytest.raises(ShardError, match=says):
         write_manifest(ledger.store, rows, units, ledger.receipts())
@@ -396,7 +403,7 @@ def test_rows_plan_and_commits_that_do_not_fit_make_no_manifest(
 
 
 def test_an_uncommitted_unit_makes_no_manifest() -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     for unit in (UNITS[0], UNITS[2]):
         ledger.commit(make_receipt(unit, "a"))
     with pytest.raises(ShardError, match=f"unit {UNITS[1].unit} .* has no commit"):
@@ -405,14 +412,14 @@ def test_an_uncommitted_unit_makes_no_manifest() -> None:
 
 
 def test_a_commit_that_reports_a_strange_row_makes_no_manifest() -> None:
-    ledger = Ledger(memory())
+    ledger = claimed()
     ledger.commit(make_receipt(UNITS[0], "a", [RowFailure(6, RowStatus.FAULT, "x")]))
     with pytest.raises(ShardError, match=r"does not hold: \[6\]"):
         write_manifest(ledger.store, ROWS[:3], UNITS[:1], ledger.receipts())
 
 
 def test_a_data_set_without_usable_rows_has_a_manifest_too() -> None:
-    store = memory()
+    store = claimed().store
     _, totals = write_manifest(store, make_rows([0, 0]), [], [])
     assert totals == Totals(rows=2, skipped={"overlong": 2})
     assert read_manifest(store).num_rows == 2
@@ -431,7 +438,7 @@ def test_the_head_of_a_prepared_row() -> None:
 
 
 def test_success_stays_what_it_was() -> None:
-    store = memory()
+    store = claimed().store
     write_success(store, {"rows": 9})
     write_success(store, {"rows": 9})
     write_success(store, {"rows": 10})
@@ -461,7 +468,7 @@ def test_two_drivers_in_any_order_commit_each_unit_once_and_list_each_row_once(
     lengths, size, acts = history
     rows = make_rows(lengths)
     units = make_units(rows, size)
-    store = memory()
+    store = claimed().store
     winners: dict[str, str] = {}
     for driver, number, lost in acts:
         unit = units[number]
@@ -486,7 +493,7 @@ def test_two_drivers_in_any_order_commit_each_unit_once_and_list_each_row_once(
 
 def test_a_large_manifest_is_written_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_extract.ledger._BATCH_ROWS", 2)
-    ledger = Ledger(memory())
+    ledger = claimed()
     commit_all(ledger)
     _, totals = write_manifest(ledger.store, ROWS, UNITS, ledger.receipts())
     table = read_manifest(ledger.store)

@@ -64,6 +64,22 @@ def test_a_batch_of_a_dataloader_is_read_together_and_is_its_items(tmp_path, url
         assert all(np.array_equal(bits(item[name]), output.stored[item["row"]][name]) for name in NAMES)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("states", [None, ["state.3"]])
+def test_a_state_under_another_name_is_found(tmp_path, format, states):
+    """Digests go by place, so names that are exchanged, or off by a bit, are for the manifest to notice."""
+    output = make_output(tmp_path, format=format, rows_per_unit=6)
+    (shard,) = (tmp_path / "out/shards").iterdir()
+    data = shard.read_bytes()
+    told = r"its states are state\.|state\.3 (is missing|are not what was captured)|not a whole"
+    for one, other in ((b"state.3", b"state.2"), (b"state.3", b"state.1")):
+        swapped = data.replace(one, b"state.?").replace(other, one).replace(b"state.?", other)
+        assert swapped != data
+        shard.write_bytes(swapped)
+        with pytest.raises(ShardError, match=told):
+            HiddenStates(output.url, states, check=True)[0]
+
+
 def test_only_the_states_asked_for_are_read(tmp_path):
     output = make_output(tmp_path)
     item = HiddenStates(output.url, states=["state.3"])[0]
@@ -75,9 +91,9 @@ def test_only_the_states_asked_for_are_read(tmp_path):
 def test_local_raw_states_are_views_of_the_file_mapping(tmp_path):
     output = make_output(tmp_path)
     data = HiddenStates(output.url)
+    pointer = data[0]["state.3"].data_ptr()
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if ".safetensors" in line]
     ranges = [tuple(int(end, 16) for end in fields[0].split("-")) for fields in maps]
-    pointer = data[0]["state.3"].data_ptr()
     assert any(start <= pointer < end for start, end in ranges)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out" / "shards").iterdir()}
     data[0]["state.3"].zero_()

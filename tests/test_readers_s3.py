@@ -74,7 +74,7 @@ def test_a_batch_sends_its_requests_at_once_and_no_more_of_them(output, proxy, o
     (items,) = loader
     assert [item["row"] for item in items] == [7, 0, 5, 2]
     assert all(right(output, item, ["state.1", "state.3"]) for item in items)
-    assert len(proxy.shards()) == 3 + 2 * 4, "three shards were opened, one had been"
+    assert len(proxy.shards()) == 4 + 2 * 4, "four shards were opened"
 
 
 def test_a_stream_fetches_each_shard_once(output, proxy, options, tmp_path):

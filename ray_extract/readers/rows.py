@@ -17,7 +17,7 @@ import torch
 
 from ray_extract.capture.digest import digest_ids, digest_tokens
 from ray_extract.errors import ConfigError, ShardError
-from ray_extract.ledger import read_manifest
+from ray_extract.ledger import manifest_columns, read_manifest
 from ray_extract.readers.cache import ShardCache
 from ray_extract.readers.fetch import fetch_to_memory
 from ray_extract.shards.base import Shard
@@ -106,13 +106,13 @@ class Rows:
         ]
         self._by_shard = np.argsort(self.shard_of, kind="stable")
         self._ends = np.cumsum(np.bincount(self.shard_of, minlength=len(self.shards)))
-        opened = open_shard(self._store, *self.shards[0])
-        self.columns: dict[str, Column] = {
-            name: opened.column(name)
-            for name in (tuple(states) if states is not None else tuple(c.name for c in opened.columns))
-        }
-        self.states = tuple(self.columns)
-        self._first = None if self.cache is not None or self.in_memory else opened
+        self._stored = manifest_columns(manifest)
+        there = {column.name: column for column in self._stored}
+        for name in states or ():
+            if name not in there:
+                raise ConfigError(f"{self.url}: no state {name!r}; it has {', '.join(there)}")
+        self.states = tuple(there) if states is None else tuple(dict.fromkeys(states))
+        self.columns: dict[str, Column] = {name: there[name] for name in self.states}
 
     def _start(self, url: str) -> None:
         self._store: Store = open_store(url, self._options)
@@ -153,9 +153,7 @@ class Rows:
         store = self._here()
         key, format = self.shards[number]
         if self.cache is None:
-            if number == 0 and self._first is not None:
-                shard, self._first = self._first, None
-            elif self.in_memory:
+            if self.in_memory:
                 shard = fetch_to_memory(store, key, format, self.states, stop)
             else:
                 shard = open_shard(store, key, format)
@@ -270,6 +268,11 @@ class Rows:
 
     def _agree(self, number: int, shard: Shard) -> None:
         """Raise ShardError unless the shard's row table says of its rows what the manifest says."""
+        if shard.columns != self._stored:
+            raise ShardError(
+                f"{self.url}/{shard.key}: its states are {_shown(shard.columns)}; the manifest says "
+                f"{_shown(self._stored)}"
+            )
         members = self.members(number)
         place = self.place[members]
 
@@ -291,9 +294,6 @@ class Rows:
             if differs.any():
                 row = self.row[members[int(np.argmax(differs))]]
                 raise ShardError(f"{self.url}/{shard.key}: row {row}: the manifest's {what} are not what was captured")
-        for name, column in self.columns.items():
-            if shard.column(name) != column:
-                raise ShardError(f"{self.url}/{shard.key}: {name} is not {column.dtype} x {column.width}")
 
     def renew(self) -> bool:
         """Open the store anew in a forked process; returns whether this is one. Raises ConfigError on object stores."""
@@ -306,7 +306,6 @@ class Rows:
                 'pass multiprocessing_context="spawn" to the DataLoader'
             )
         self._start(self.url)
-        self._first = None
         self.__dict__.pop("_pool", None)
         return True
 
@@ -322,11 +321,15 @@ class Rows:
         state = self.__dict__.copy()
         for name in ("_store", "_pid", "_pool"):
             state.pop(name, None)
-        return state | {"_first": None}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start(self.url)
+
+
+def _shown(columns: Sequence[Column]) -> str:
+    return ", ".join(f"{c.name} ({c.dtype} x {c.width})" for c in columns)
 
 
 def _matrix(url: str, digests: pa.ChunkedArray) -> npt.NDArray[np.uint64]:

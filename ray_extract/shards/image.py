@@ -27,6 +27,7 @@ With R rows, N prompt tokens, T stored tokens, K states and S kept spans:
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -284,20 +285,29 @@ def parse_layout(head: bytes) -> ImageLayout:
     try:
         tree = json.loads(head[8 : 8 + length])
         metadata = dict(tree.pop("__metadata__"))
-    except (UnicodeDecodeError, ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError("not a safetensors file with metadata") from None
     if metadata.get("format") != "ray_extract" or metadata.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"format {metadata.get('format')!r} version {metadata.get('version')!r}; this release reads "
+            f"format {metadata.get('format')!r:.40} version {metadata.get('version')!r:.40}; this release reads "
             f"ray_extract version {FORMAT_VERSION}"
         )
     body = 8 + length
-    tensors: dict[str, Tensor] = {}
-    for name, entry in sorted(tree.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        start, end = entry["data_offsets"]
-        tensors[name] = Tensor(name, entry["dtype"], tuple(entry["shape"]), body + start, end - start)
-    nbytes = max((t.offset + t.nbytes for t in tensors.values()), default=body)
-    return ImageLayout(bytes(head[:body]), tensors, nbytes, metadata)
+    found = sorted((_tensor(name, entry, body) for name, entry in tree.items()), key=lambda t: (t.offset, t.nbytes))
+    nbytes = max((t.offset + t.nbytes for t in found), default=body)
+    return ImageLayout(bytes(head[:body]), {t.name: t for t in found}, nbytes, metadata)
+
+
+def _tensor(name: str, entry: Any, body: int) -> Tensor:
+    """An entry of a header, if its parts are of the right kinds; what they say is not judged here."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        numbers = (*shape, start, end)
+    except (KeyError, TypeError, ValueError):
+        numbers = (None,)
+    if any(type(n) is not int or not 0 <= n < 1 << 60 for n in numbers) or not isinstance(dtype, str):
+        raise ValueError(f"its header has no type, shape and place of {name!r:.40}")
+    return Tensor(name, dtype, shape, body + start, end - start)
 
 
 def write_table(layout: ImageLayout, table: RowTable, buffer: memoryview) -> None:
