@@ -1,4 +1,4 @@
-"""ray-extract plan | run | status | verify | export."""
+"""ray-extract plan | run | status | verify | export | sweep."""
 
 import argparse
 import json
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from ray_extract import layout, run
 from ray_extract.config import load_job
 from ray_extract.errors import ConfigError, NotFound, RayExtractError
-from ray_extract.ledger import Ledger, latest_manifest
-from ray_extract.plan import estimate, load_or_make_plan
+from ray_extract.ledger import Ledger, latest_manifest, orphans
+from ray_extract.plan import estimate, load_or_make_plan, show_bytes
 from ray_extract.presets import TARGETS
 from ray_extract.store import open_store
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ray-extract", description="Hidden states of large language models, at scale."
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | run | status | verify | export")
+    commands = parser.add_subparsers(required=True, metavar="plan | run | status | verify | export | sweep")
 
     for name, action, text in (
         ("plan", _plan, "say what a job would extract and what it takes; writes nothing"),
@@ -86,7 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     export.set_defaults(action=_export)
 
-    for command in (status, verify, export):
+    sweep = commands.add_parser("sweep", help="list shards that lost: another attempt at their unit is committed")
+    sweep.add_argument("url", help="output.url of the run")
+    sweep.add_argument("--delete", action="store_true", help="delete them; otherwise nothing is changed")
+    sweep.set_defaults(action=_sweep)
+
+    for command in (status, verify, export, sweep):
         command.add_argument(
             "--option", action="append", default=[], metavar="KEY=VALUE", help="as output.storage_options of the job"
         )
@@ -185,6 +190,20 @@ def _export(args: argparse.Namespace) -> int:
         )
     )
     _print(*report.lines())
+    return 0
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    store = open_store(args.url, _options(args.option))
+    if Ledger(store).identity() is None:
+        raise ConfigError(f"{args.url}: no {layout.RUN_KEY} there; not the output of a run")
+    lost = orphans(store)
+    for item in lost:
+        if args.delete:
+            store.delete(item.key)
+        _print(f"{'deleted' if args.delete else 'lost'}  {item.key}  {show_bytes(item.size)}")
+    did = "deleted" if args.delete else "would be deleted with --delete"
+    _print(f"{len(lost):,} shards, {show_bytes(sum(item.size for item in lost))}, {did}")
     return 0
 
 

@@ -118,7 +118,7 @@ def test_an_output_that_cannot_be_written_names_the_field(tmp_path: Path, capsys
         assert line.startswith(f"error: output.url = '{url}': ")
 
 
-@pytest.mark.parametrize("command", ["status", "verify"])
+@pytest.mark.parametrize("command", ["status", "verify", "sweep"])
 def test_folder_that_is_no_output_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert cli.main([command, str(folder)]) in (1, 2)
@@ -138,6 +138,23 @@ def test_verify_ends_with_one_when_a_shard_was_altered(tmp_path: Path, capsys: p
     capsys.readouterr()
     assert cli.main(["verify", output.url]) == cli.EXIT_NOT_VERIFIED
     assert shard.name in capsys.readouterr().out
+
+
+def test_sweep_lists_what_lost_and_deletes_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = outputs.make_output(tmp_path, leave_out=["u00000001"])
+    shards = tmp_path / "out/shards"
+    (shards / "u00000000.late.safetensors").write_bytes(b"x" * 2048)
+    (shards / "u00000001.unfinished.safetensors").write_bytes(b"x")  # somebody may be about to commit it
+    before = sorted(shards.iterdir())
+    assert cli.main(["sweep", output.url]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:2] == ["lost", "shards/u00000000.late.safetensors"] and len(out) == 2
+    assert "1 shards" in out[1] and "--delete" in out[1] and sorted(shards.iterdir()) == before
+    assert cli.main(["sweep", output.url, "--delete"]) == 0
+    assert set(before) - set(shards.iterdir()) == {shards / "u00000000.late.safetensors"}
+    capsys.readouterr()
+    assert cli.main(["sweep", output.url, "--delete"]) == 0
+    assert capsys.readouterr().out.startswith("0 shards")
 
 
 @pytest.mark.parametrize(
