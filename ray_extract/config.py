@@ -151,6 +151,8 @@ class OutputConfig(_Section):
     """Most rows in one shard."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Options of the store (for S3: endpoint, region ...); prefer the environment for credentials."""
+    outage_s: float = Field(default=600, ge=0)
+    """How long a finished shard, or a commit, waits for a store that fails in ways that may pass."""
     head: bool = True
     """Also store the model's LM head, embedding and final norm as head.safetensors, for training without the model."""
     accept_weak_create: bool = False

@@ -41,6 +41,7 @@ from ray_extract.leases import Lease, Leases
 from ray_extract.ledger import Ledger
 from ray_extract.progress import Snapshot
 from ray_extract.records import Receipt, Unit
+from ray_extract.store import outlast
 from ray_extract.worker import Worker, WorkerSetup
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class Driver:
         self._committer = ThreadPoolExecutor(_COMMITTERS, thread_name_prefix="commit")
         self._drain = threading.Event()
         self._drain_since = 0.0
+        self._ending = threading.Event()
+        self._view: Future[None] | None = None  # progress on its way to the store
         self._failure: RayExtractError | None = None
         self._dead_starts = 0
         self._gone_tokens = 0  # captured by workers that are gone
@@ -143,9 +146,10 @@ class Driver:
                     self._step()
             state = self._end_state()
         finally:
+            self._ending.set()
             self._stop_workers()
             self._committer.shutdown(wait=True)
-            self._write_progress(state)
+            self._write_progress(self._progress(state))
         if self._failure is not None:
             raise self._failure
         if self._drain.is_set() and not self._leases.finished:
@@ -223,7 +227,11 @@ class Driver:
             actor.counters, actor.poll = value, None
         else:
             lease = actor.leases.pop(ref)
-            self._commits[self._committer.submit(self._ledger.commit, value)] = (lease, value)
+            self._commits[self._committer.submit(self._commit, value)] = (lease, value)
+
+    def _commit(self, receipt: Receipt) -> bool:
+        what = f"committing {receipt.unit}"
+        return outlast(lambda: self._ledger.commit(receipt), self._job.output.outage_s, self._ending, what)
 
     def _settle_error(self, actor: _Actor, ref: Any, error: RayExtractError) -> None:
         if ref == actor.poll:
@@ -328,7 +336,9 @@ class Driver:
         if any(a.ready for a in self._actors):
             logger.info(self._snapshot().line())
         self._say_capacity(now)
-        self._write_progress("draining" if self._drain.is_set() else "running")
+        if self._view is None or self._view.done():  # a store that does not answer must not hold up the leases
+            text = self._progress("draining" if self._drain.is_set() else "running")
+            self._view = self._committer.submit(self._write_progress, text)
 
     def _say_capacity(self, now: float) -> None:
         late = [a for a in self._actors if not a.ready and now - a.asked > _CAPACITY_NOTICE_S]
@@ -378,8 +388,10 @@ class Driver:
             tokens_per_s=round(self._rate(), 1),
         )
 
-    def _write_progress(self, state: str) -> None:
-        text = json.dumps(self._snapshot().to_json(state), indent=2)
+    def _progress(self, state: str) -> str:
+        return json.dumps(self._snapshot().to_json(state), indent=2)
+
+    def _write_progress(self, text: str) -> None:
         try:
             self._ledger.store.put(PROGRESS_KEY, text.encode(), create=False)
         except StoreError as error:

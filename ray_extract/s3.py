@@ -12,6 +12,8 @@ import datetime
 import difflib
 import functools
 import os
+import random
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ SINGLE_PUT_BYTES = 1 << 30
 
 _SLICE_BYTES = 64 << 20  # parts of an object that lies in memory; sent from there, so their size costs nothing
 _SLICES_AT_ONCE = 4
+_LOST_PUTS = 5  # connections of one PUT that may be lost before it is an error
 _REQUEST_TIMEOUT = datetime.timedelta(minutes=10)  # of one request: 1 GiB at 1.7 MiB/s
 
 OPTIONS: dict[str, str] = {
@@ -186,7 +189,8 @@ class S3Store(Store):
                 "timeout": _REQUEST_TIMEOUT,
                 "connect_timeout": datetime.timedelta(seconds=10),
             },
-            # About 15 s of patience with a server that is down; longer outages are the caller's to wait out.
+            # Seconds of patience: its pauses are random (a server that only says SlowDown was tried for 1.7 to 5 s).
+            # Longer outages are the caller's to wait out: store.outlast.
             retry_config={
                 "max_retries": 8,
                 "backoff": {
@@ -235,7 +239,7 @@ class S3Store(Store):
 
     @functools.cached_property
     def _client(self) -> Any:
-        """botocore's client, for starting, completing and aborting uploads; safe to share between threads."""
+        """botocore's client, for uploads in parts and for deleting; safe to share between threads."""
         import botocore
         from botocore.config import Config  # type: ignore[import-untyped]
 
@@ -276,12 +280,43 @@ class S3Store(Store):
             ),
         )
 
+    def _full(self, key: str) -> str:
+        return f"{self.prefix}/{key}".lstrip("/")
+
     def _put(self, key: str, data: memoryview, create: bool) -> None:
         if data.nbytes > SINGLE_PUT_BYTES:
             self._put_slices(key, data, create)
             return
-        mode = "create" if create else "overwrite"
-        obstore.put(self._store, key, data, mode=mode, use_multipart=False)  # type: ignore[arg-type]
+        if not create:
+            obstore.put(self._store, key, data, use_multipart=False)
+            return
+        # obstore repeats no conditional PUT whose connection was lost, since it may have been applied. If it was, the
+        # next one finds the key taken, by us.
+        lost = 0
+        while True:
+            try:
+                obstore.put(self._store, key, data, mode="create", use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError:
+                if lost and self._holds(key, data):
+                    return
+                raise
+            except obstore.exceptions.GenericError as error:
+                lost += 1
+                if lost == _LOST_PUTS or " - HTTP error: " not in str(error):
+                    raise
+                time.sleep(random.uniform(0.1, 0.2) * 2**lost)
+            else:
+                return
+
+    def _holds(self, key: str, data: memoryview) -> bool:
+        """Whether an object is these bytes."""
+        if self._size(key) != data.nbytes:
+            return False
+        slices = range(0, data.nbytes, _SLICE_BYTES)
+        return all(
+            self._get_range(key, at, min(_SLICE_BYTES, data.nbytes - at)) == data[at : at + _SLICE_BYTES]
+            for at in slices
+        )
 
     def _put_slices(self, key: str, data: memoryview, create: bool) -> None:
         """Send an object that lies in memory in parallel parts, without copying it.
@@ -327,7 +362,8 @@ class S3Store(Store):
                 yield ObjectInfo(item["path"], item["size"])
 
     def _delete(self, key: str) -> None:
-        obstore.delete(self._store, key)
+        # Not obstore's: it deletes by a POST of a list, and gives up when the connection is lost once.
+        self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
 
 
 class Multipart:
@@ -336,7 +372,7 @@ class Multipart:
     def __init__(self, store: S3Store, key: str, create: bool) -> None:
         self._store = store
         self._create = create
-        self._target = {"Bucket": store.bucket, "Key": f"{store.prefix}/{key}".lstrip("/")}
+        self._target = {"Bucket": store.bucket, "Key": store._full(key)}
         config = store.config
         extra = {"ServerSideEncryption": config.server_side_encryption, "SSEKMSKeyId": config.sse_kms_key_id}
         started = store._client.create_multipart_upload(

@@ -13,15 +13,18 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import logging
 import os
+import random
 import re
 import secrets
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -34,9 +37,12 @@ from ray_extract.errors import (
     OutOfSpace,
     RayExtractError,
     StoreError,
+    Verdict,
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -93,7 +99,7 @@ class Store(abc.ABC):
             create: fail if the key exists; else replace it atomically.
 
         Raises:
-            AlreadyExists: the key is taken. After a lost answer the taker may be us: see put_once.
+            AlreadyExists: the key is taken. After an error the taker may be us, of an earlier call: see put_once.
         """
         with _bytes(data) as view, self._errors(key):
             self._put(key, view, create)
@@ -262,6 +268,33 @@ class StoredFile(io.RawIOBase):
             buffer[:count] = self._store.get_range(self._key, self._at, count)
             self._at += count
         return count
+
+
+def outlast(action: Callable[[], T], patience_s: float, stopped: threading.Event, what: str) -> T:
+    """Repeat an action on a store that fails in ways that may pass, with pauses of 1 to 30 seconds.
+
+    Args:
+        action: may be run again after any StoreError.
+        patience_s: since the first failure; then the error is raised.
+        stopped: ends the patience.
+        what: for the log.
+
+    Raises:
+        StoreError: the last one; at once if its verdict is not to retry.
+    """
+    since: float | None = None
+    for tries in itertools.count(1):
+        try:
+            return action()
+        except StoreError as error:
+            since = since or time.monotonic()
+            pause = random.uniform(0.5, 1) * min(30.0, 2.0**tries)
+            if error.verdict is not Verdict.RETRY or time.monotonic() + pause - since > patience_s:
+                raise
+            log.warning("%s failed %d times and is tried again in %.0f s: %s", what, tries, pause, error)
+            if stopped.wait(pause):
+                raise
+    raise AssertionError("unreachable")
 
 
 def put_once(store: Store, key: str, data: bytes) -> bool:

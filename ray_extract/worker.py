@@ -4,9 +4,11 @@ Several units are in it at once, each in a thread of its own (Ray's max_concurre
 """
 
 import dataclasses
+import itertools
 import platform
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +16,7 @@ import ray_extract
 from ray_extract.config import Job
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.engine.base import EngineInfo
+from ray_extract.errors import AlreadyExists, StoreError
 from ray_extract.extractor import Captured, Clock, Extractor, ExtractorSetup
 from ray_extract.layout import shard_key
 from ray_extract.records import Receipt, Unit
@@ -21,7 +24,9 @@ from ray_extract.shards.image import RowTable, row_table
 from ray_extract.shards.parquet import write_parquet
 from ray_extract.shards.raw import write_raw
 from ray_extract.shards.seal import sha256_other
-from ray_extract.store import open_store
+from ray_extract.store import open_store, outlast
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +59,7 @@ class Worker:
         self._rows_lock = threading.Lock()
         self._extractor = Extractor(setup.extractor)
         self._info: EngineInfo | None = None
+        self._stopping = threading.Event()
 
     def start(self) -> dict[str, Any]:
         """Start the engine; returns EngineInfo as data. Raises what Extractor.start raises."""
@@ -62,6 +68,7 @@ class Worker:
 
     def stop(self) -> dict[str, int]:
         """End the engine and give the shared memory back; returns the last progress. Units under way fail."""
+        self._stopping.set()
         self._extractor.stop()
         return self._extractor.progress()
 
@@ -82,17 +89,30 @@ class Worker:
         metadata = {**self._setup.metadata, "unit": unit.unit, "attempt": attempt}
         with self._extractor.capture(table, metadata) as captured:
             clock.lap("capture")
-            key = shard_key(unit.unit, attempt, self._job.output.format)
-            if self._job.output.format == "raw":
-                size = write_raw(self._store, key, captured.buffer)
-            else:
-                size = write_parquet(self._store, key, captured.layout, captured.buffer)
+            # Each try under another name: of one that failed nobody knows what is stored, and its name stays taken.
+            names = itertools.chain([attempt], (f"{attempt}-{number}" for number in itertools.count(1)))
+            name, key, size = self._patiently(lambda: self._flush(unit, next(names), captured), f"storing {unit.unit}")
             clock.lap("flush")
-            return self._receipt(unit, attempt, key, size, captured, clock)
+            return self._receipt(unit, name, key, size, captured, clock)
+
+    def _flush(self, unit: Unit, attempt: str, captured: Captured) -> tuple[str, str, int]:
+        """Store a shard; returns the attempt's name, the key and the size."""
+        key = shard_key(unit.unit, attempt, self._job.output.format)
+        try:
+            if self._job.output.format == "raw":
+                return attempt, key, write_raw(self._store, key, captured.buffer)
+            return attempt, key, write_parquet(self._store, key, captured.layout, captured.buffer)
+        except AlreadyExists as error:
+            # Nobody else makes this name: the answer to an upload that was applied got lost.
+            raise StoreError(str(error)) from None
+
+    def _patiently(self, action: Callable[[], T], what: str) -> T:
+        return outlast(action, self._job.output.outage_s, self._stopping, what)
 
     def _table(self, unit: Unit) -> RowTable:
         with self._rows_lock:
-            rows = [r for r in self._rows.read(unit.first, unit.end) if r.reason is None]
+            read = self._patiently(lambda: self._rows.read(unit.first, unit.end), f"reading the rows of {unit.unit}")
+            rows = [r for r in read if r.reason is None]
         return row_table(
             [r.index for r in rows], [r.input_ids for r in rows], [r.loss_mask for r in rows], self._job.capture.keep
         )
