@@ -564,6 +564,8 @@ def test_states_that_specforges_head_cannot_take_are_warned_of(tmp_path):
     assert "warning     SpecForge's LM head is bfloat16 and these states are float32" in "\n".join(
         go(make_run(tmp_path / "a", dtype="float32"), tmp_path / "e").lines()
     )
+    other = go(make_run(tmp_path / "c", dtype="float32"), tmp_path / "g", "specforge-dflash").warning
+    assert other and "set its model.torch_dtype" in other
     assert go(make_run(tmp_path / "b"), tmp_path / "f").warning is None
 
 

@@ -278,10 +278,12 @@ def _select(rows: HiddenStates, target: Target, request: Request, vocab_size: in
 
 
 def _warning(source: Source, target: Target) -> str | None:
-    if target.trainer == "specforge" and target.strategy == "eagle3" and source.dtype != "bfloat16":
+    if target.trainer != "specforge" or source.dtype == "bfloat16":
+        return None
+    if target.strategy == "eagle3":
         # modeling/target/target_head.py
         return f"SpecForge's LM head is bfloat16 and these states are {source.dtype}: it will fail; capture in bfloat16"
-    return None
+    return f"SpecForge trains in bfloat16 by default and these states are {source.dtype}: set its model.torch_dtype"
 
 
 def _write_states(

@@ -118,9 +118,9 @@ def relative_error(got: torch.Tensor, want: np.ndarray) -> float:
     return float((difference / np.linalg.norm(want.astype(np.float64), axis=1)).max())
 
 
-def aux(states: list[np.ndarray]) -> np.ndarray:
-    """Boundaries 2, 4 and 5 side by side; [n, 3 hidden]."""
-    return np.concatenate([states[2], states[4], states[5]], axis=1)
+def aux(states: list[np.ndarray], boundaries: tuple[int, ...] = (2, 4, 5)) -> np.ndarray:
+    """Boundaries side by side; [n, k hidden]."""
+    return np.concatenate([states[b] for b in boundaries], axis=1)
 
 
 # SpecForge
@@ -210,6 +210,11 @@ def test_vocabulary_maps_are_the_ones_that_both_trainers_make(trainers: Path, tm
 # speculators
 
 
+@pytest.mark.parametrize(
+    ("strategy", "boundaries"),
+    # DFlash's may be any, in any order; 8 is also its last state.
+    [("eagle3", (2, 4, 5)), ("dflash", (5, 2, 8, 4))],
+)
 def test_speculators_reads_the_states_that_hugging_face_computes_from_files_and_from_our_shards(
     trainers: Path,
     captured: str,
@@ -217,34 +222,42 @@ def test_speculators_reads_the_states_that_hugging_face_computes_from_files_and_
     rows: Path,
     oracle: list[list[np.ndarray]],
     tmp_path: Path,
+    strategy: str,
+    boundaries: tuple[int, ...],
     record_property: Callable[..., None],
 ) -> None:
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    asked = boundaries if strategy == "dflash" else None  # EAGLE-3's are those of the run
     read = {}
     for backend in ("file", "ray_extract"):
         folder = tmp_path / backend
-        report = export(Request(captured, "speculators-eagle3", str(folder), link=backend == "ray_extract"))
+        report = export(Request(captured, f"speculators-{strategy}", str(folder), asked, link=backend == "ray_extract"))
         assert report.exported == report.rows == len(LENGTHS)
-        script = [trainers, SIDE / "read_speculators.py", backend, folder, tmp_path / f"{backend}.out"]
-        run_checked([*script, 1024, models.HIDDEN, 3], tmp_path)
+        script = [trainers, SIDE / "read_speculators.py", strategy, backend, folder, tmp_path / f"{backend}.out"]
+        run_checked([*script, 1024, models.HIDDEN, len(boundaries)], tmp_path)
         read[backend] = load_file(tmp_path / f"{backend}.out")
     assert read["file"].keys() == read["ray_extract"].keys()
     assert all(read["file"][name].equal(read["ray_extract"][name]) for name in read["file"])
     errors, norm_errors = [], []
     packed: dict[str, list[torch.Tensor]] = {}
+    shift = int(strategy == "eagle3")
     for row, prompt in enumerate(prompts(rows)):
         item = {name.partition(".")[2]: value for name, value in read["file"].items() if name.startswith(f"{row}.")}
         assert item["input_ids"].tolist() == prompt["input_ids"] and item["loss_mask"].tolist() == prompt["loss_mask"]
         last = item["verifier_last_hidden_states"]
-        errors += [relative_error(item["hidden_states"], aux(oracle[row])), relative_error(last, oracle[row][8])]
+        errors += [
+            relative_error(item["hidden_states"], aux(oracle[row], boundaries)),
+            relative_error(last, oracle[row][8]),
+        ]
         with torch.inference_mode():  # what the trainer does with it gives the state after the norm
             norm_errors.append(relative_error(hf.model.norm(last), oracle[row][-1]))
         # EAGLE-3's shift: position t has token t+1, its mask and its last state, and the inner states of token t.
+        # DFlash's batches are not shifted.
         for name, value in {
-            "input_ids": item["input_ids"][1:],
-            "loss_mask": item["loss_mask"][1:],
-            "verifier_last_hidden_states": last[1:],
-            "hidden_states": item["hidden_states"][:-1],
+            "input_ids": item["input_ids"][shift:],
+            "loss_mask": item["loss_mask"][shift:],
+            "verifier_last_hidden_states": last[shift:],
+            "hidden_states": item["hidden_states"][: len(last) - shift],
         }.items():
             packed.setdefault(name, []).append(value)
     record_property("max_error", max(errors + norm_errors))
@@ -254,7 +267,25 @@ def test_speculators_reads_the_states_that_hugging_face_computes_from_files_and_
         got = read["file"][f"batch.{name}"][0]
         assert got[: len(whole)].equal(whole) and not got[len(whole) :].any()
     documents = read["file"]["batch.document_ids"][0]
-    assert [int((documents == i).sum()) for i in range(len(LENGTHS))] == [n - 1 for n in LENGTHS]
+    assert [int((documents == i).sum()) for i in range(len(LENGTHS))] == [n - shift for n in LENGTHS]
+
+
+def test_speculators_reads_our_fp8_files_with_its_own_backend(trainers: Path, captured: str, tmp_path: Path) -> None:
+    read = {}
+    for backend in ("file", "fp8"):
+        export(Request(captured, "speculators-eagle3", str(tmp_path / backend), fp8=backend == "fp8"))
+        script = [trainers, SIDE / "read_speculators.py", "eagle3", backend, tmp_path / backend, tmp_path / "out"]
+        run_checked([*script, 1024, models.HIDDEN, 3], tmp_path)
+        read[backend] = load_file(tmp_path / "out")
+    assert read["file"].keys() == read["fp8"].keys()
+    for name, exact in read["file"].items():
+        got = read["fp8"][name]
+        if name.startswith("batch.") or not name.endswith("hidden_states"):
+            continue
+        # One scale for a token's four states: those of fp8 and, of the scale, of bf16.
+        error = float((got - exact).norm() / exact.norm())
+        assert 0.01 < error < 0.06, (name, error)
+    assert all(read["fp8"][name].equal(value) for name, value in read["file"].items() if name.endswith("input_ids"))
 
 
 # Damage
@@ -275,7 +306,7 @@ def test_the_trainers_accept_zeros_and_flipped_bits_and_we_do_not(
     for target, script in {
         "specforge-eagle3": lambda out: [SIDE / "read_specforge.py", "eagle3", tmp_path / "specforge-eagle3", out],
         "speculators-eagle3": lambda out: [
-            *(SIDE / "read_speculators.py", "file", tmp_path / "speculators-eagle3", out),
+            *(SIDE / "read_speculators.py", "eagle3", "file", tmp_path / "speculators-eagle3", out),
             *(1024, models.HIDDEN, 3),
         ],
     }.items():
@@ -344,8 +375,19 @@ DFLASH = DRAFT | {
     "block_size": 4,
     "dflash_config": {"target_layer_ids": [1, 4], "mask_token_id": 0},
 }
+DSPARK = DFLASH | {
+    "architectures": ["DSparkDraftModel"],
+    "dflash_config": {
+        "target_layer_ids": [4, 1],
+        "mask_token_id": 0,
+        "projector_type": "dspark",
+        "markov_rank": 8,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
 
-# One batch of all rows a step, so that the loss of each step is of the same rows.
+# One batch of all rows a step, and every anchor of DFlash's, so that the loss of each step is of the same tokens.
 SPECFORGE = [
     "training.batch_size=14",
     "training.num_epochs=12",
@@ -358,8 +400,9 @@ SPECFORGE = [
 ]
 SPECULATORS = [
     *("--draft-attn-impl", "sdpa", "--loss-implementation", "eager", "--hidden-states-dtype", "float32"),
-    *("--epochs", "12", "--lr", "0.01", "--scheduler-type", "none", "--total-seq-len", "1024", "--num-workers", "0"),
+    *("--epochs", "12", "--lr", "0.01", "--scheduler-type", "none", "--total-seq-len", "640", "--num-workers", "0"),
     *("--mask-token-id", "0", "--target-layer-ids", "2", "4", "5"),
+    *("--num-layers", "1", "--block-size", "4", "--max-anchors", "344"),
 ]
 
 
@@ -376,8 +419,8 @@ def desk(model: Path, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     for kind, text in BLOCK.findall(PAGE):
         if kind == "yaml":
             (folder / text.splitlines()[0].removeprefix("# ")).write_text(local(text, folder, model, rows))
-    (folder / "draft.json").write_text(json.dumps(DRAFT))
-    (folder / "dflash.json").write_text(json.dumps(DFLASH))
+    for name, config in {"draft": DRAFT, "dflash": DFLASH, "dspark": DSPARK}.items():
+        (folder / f"{name}.json").write_text(json.dumps(config))
     return folder
 
 
@@ -417,9 +460,11 @@ def follow(title: str, desk: Path, model: Path, rows: Path, trainers: Path) -> l
     "title",
     [
         "SpecForge: EAGLE-3",
-        "SpecForge: DFlash and DSpark",
+        "SpecForge: DFlash",
+        "SpecForge: DSpark",
         "speculators: EAGLE-3, straight from the shards",
         "speculators: EAGLE-3, with files of its own",
+        "speculators: DFlash, straight from the shards",
     ],
 )
 def test_a_recipe_of_the_page_trains_a_draft(

@@ -1,9 +1,9 @@
 """Run by the trainers' Python: read an export with speculators' own data set, and store every row.
 
-    read_speculators.py BACKEND EXPORT OUT.safetensors LENGTH HIDDEN LAYERS
+    read_speculators.py STRATEGY BACKEND EXPORT OUT.safetensors LENGTH HIDDEN LAYERS
 
-Stores each item as `<row>.<name>`, and one batch of all of them, shifted and packed as EAGLE-3's, as `batch.<name>`.
-With the backend `ray_extract`, the items come through spawned data-loader workers.
+Stores each item as `<row>.<name>`, and one batch of all of them, packed as the strategy's, as `batch.<name>`. With the
+backend `ray_extract`, the items come through spawned data-loader workers.
 """
 
 import argparse
@@ -19,12 +19,15 @@ from torch.utils.data import DataLoader
 
 from ray_extract.exporters.speculators_backend import register
 
+PREPROCESS = {"eagle3": shift_batch, "dflash": None}
+"""As in speculators' train/cli.py."""
+
 
 def first(batch):
     return batch[0]
 
 
-def main(backend, folder, out, length, hidden, layers):
+def main(strategy, backend, folder, out, length, hidden, layers):
     register()
     register()  # once is enough, twice is harmless
     args = argparse.Namespace(hidden_states_path=None, ray_extract_url=None)
@@ -38,7 +41,7 @@ def main(backend, folder, out, length, hidden, layers):
     for row, item in enumerate(items):
         check_hidden_states(transfer.get_cached(row), data.data[row]["input_ids"].tolist())
         found |= {f"{row}.{name}": value.contiguous().clone() for name, value in item.items()}
-    collate = CollateFn(length, hidden, layers, dtype=torch.float32, preprocess=shift_batch)
+    collate = CollateFn(length, hidden, layers, dtype=torch.float32, preprocess=PREPROCESS[strategy])
     batch = collate([dict(item) for item in items])
     found |= {f"batch.{name}": value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert batch["error_records"] == 0, batch["error_records"]
@@ -47,5 +50,5 @@ def main(backend, folder, out, length, hidden, layers):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    main(*sys.argv[1:5], *map(int, sys.argv[5:]))
     assert not {"vllm", "sglang"} & set(sys.modules)

@@ -1,6 +1,7 @@
 """Run by the trainers' Python in place of `specforge`, whose arguments it takes: the same on a CPU.
 
-Its loss is a Triton kernel, so the formula stands in for it. Losses go to the file that $LOSSES names, one a line.
+EAGLE-3's loss is a Triton kernel, so the formula stands in for it. Losses go to the file that $LOSSES names, one a
+line.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import specforge.algorithms.eagle3.model as eagle3
 from specforge.cli import main
-from specforge.training.strategies.base import DFlashTrainStrategy, Eagle3TrainStrategy
+from specforge.training.strategies.base import DFlashTrainStrategy, DSparkTrainStrategy, Eagle3TrainStrategy
 
 
 class Loss:
@@ -32,7 +33,7 @@ def told(forward_loss):
 
 
 eagle3.LogSoftmaxLoss = Loss
-for strategy in (Eagle3TrainStrategy, DFlashTrainStrategy):
+for strategy in (Eagle3TrainStrategy, DFlashTrainStrategy, DSparkTrainStrategy):
     strategy.forward_loss = told(strategy.forward_loss)
 os.environ["SPECFORGE_DEVICE"] = "cpu"
 sys.exit(main())

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
         register()  # as the module does first; the imports below need it done
     import speculators.train.trainer as trainer
+    from speculators.models.dflash.core import DFlashDraftModel
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     def told(forward):
@@ -37,5 +38,6 @@ if __name__ == "__main__":
     started, trainer.Trainer.__init__ = trainer.Trainer.__init__, start
     trainer.get_local_rank = lambda: torch.device("cpu")
     torch.accelerator.synchronize = lambda *args, **kwargs: None
-    Eagle3DraftModel.forward = told(Eagle3DraftModel.forward)
+    for model in (Eagle3DraftModel, DFlashDraftModel):
+        model.forward = told(model.forward)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
