@@ -4,7 +4,7 @@ VENV := $(abspath $(or $(RAY_EXTRACT_VENV),.venv))
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo drafter test test-fast acceptance lint clean
+.PHONY: help setup demo drafter test test-fast acceptance versions lint clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -19,15 +19,20 @@ drafter: setup ## Train drafters on captured states, on Transformers' and on wro
 	$(BIN)/python examples/drafter/train.py
 	$(BIN)/python benchmarks/tables.py
 
-test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU (17 minutes on 2 cores)
+test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU, and the trainers' own packages (30 minutes on 2 cores)
+	@deploy/trainers/setup.sh
 	$(BIN)/python -m pytest
 
 test-fast: setup ## The tests that start no engine and no cluster (3 minutes)
 	$(BIN)/python -m pytest -m "not engine and not ray"
 
-acceptance: setup ## What we export, read and trained on by SpecForge and speculators (6 minutes on 2 cores)
+acceptance: setup ## What we export, read and trained on by SpecForge and speculators (8 minutes on 2 cores)
 	@deploy/trainers/setup.sh
 	$(BIN)/python -m pytest -m acceptance tests/acceptance
+
+versions: setup ## The truth tests in every SGLang that is let in, each in an environment of its own; for every night (40 minutes on 2 cores)
+	$(BIN)/python tests/version_suite.py
+	$(BIN)/python benchmarks/tables.py
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

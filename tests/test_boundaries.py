@@ -188,6 +188,18 @@ def test_a_model_without_a_setter_is_refused_with_the_way_out() -> None:
     assert set_boundaries(Inner(), ()) == ()
 
 
+def test_layers_kept_as_a_set_are_read_back_in_order() -> None:
+    """nemotron_h; what a set of integers gives first depends on their sizes."""
+
+    class Unordered(Model):
+        def set_eagle3_layers_to_capture(self, ids: list[int]) -> None:
+            self.model.layers_to_capture = set(plain(ids))  # type: ignore[assignment]
+
+    wanted = (2, 30, 58)
+    assert tuple(set(wanted)) != wanted
+    assert set_boundaries(Unordered(plain), wanted) == wanted
+
+
 def test_two_inner_models_that_disagree_are_refused() -> None:
     model = Model(plain)
     model.draft = Inner()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from capture_page import PAGE, refused_table, split
 
-from ray_extract.capture.compat import _SIGNATURES, LOAD_MODEL, TESTED_VERSIONS
+from ray_extract.capture.compat import HOOKED, TESTED_VERSIONS
 from ray_extract.engine.sglang import REFUSED
 
 TEXT = PAGE.read_text()
@@ -26,11 +26,18 @@ def test_a_test_that_the_page_names_exists(named: str) -> None:
     assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_page_names_the_five_hooks_and_a_tested_version() -> None:
-    for path in _SIGNATURES:
+def test_the_page_names_the_five_hooks() -> None:
+    assert len(HOOKED) == 5
+    for path in HOOKED:
         assert f"| `{'.'.join(path.split('.')[-2:])}` |" in TEXT
+
+
+def test_the_page_lists_the_tested_versions_and_no_others() -> None:
+    table = TEXT.partition("## Versions of SGLang\n")[2].partition("\n## ")[0]
+    assert tuple(re.findall(r"^\| (\d+\.\d+\.\d+) \|", table, re.MULTILINE)) == TESTED_VERSIONS
+    measured = re.findall(r"^\| sglang (\d+\.\d+\.\d+) \|", split(TEXT, "versions")[1], re.MULTILINE)
+    assert tuple(measured) in ((), TESTED_VERSIONS), "run: make versions"
     assert set(re.findall(r"SGLang (\d+\.\d+\.\d+)", TEXT)) <= set(TESTED_VERSIONS)
-    assert LOAD_MODEL in _SIGNATURES and len(_SIGNATURES) == 5
 
 
 def test_the_block_for_gpu_results_is_there_once() -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,9 @@ def test_two_tensor_parallel_ranks_equal_hugging_face(checkpoints: Path) -> None
 
 
 def test_two_data_parallel_ranks_write_one_image(checkpoints: Path) -> None:
-    with rig("llama", checkpoints, dp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}) as made:
+    # Up to 0.5.18 the ranks share the cores that are named; later each is named its own.
+    cores = "0" if version("sglang") in ("0.5.12", "0.5.14", "0.5.16", "0.5.18") else "0|1"
+    with rig("llama", checkpoints, dp_size=2, env={"SGLANG_CPU_OMP_THREADS_BIND": cores}) as made:
         assert_true(made, UNEQUAL)
         assert_true(made, UNEQUAL * 4, seed=1)
 
@@ -187,7 +190,7 @@ def test_states_stored_in_fp8_are_hugging_faces_through_fp8(checkpoints: Path) -
         for row, states in zip(rows, result.states, strict=True):
             reference = hf_states(made.model, row.tolist())
             for boundary, state in zip((*BOUNDARIES, -1), states, strict=True):
-                want = decode(encode(torch.from_numpy(reference[boundary])), torch.float32).numpy()
+                want = decode(encode(torch.from_numpy(reference[boundary]))).float().numpy()
                 # Two programs in fp32 differ in the last bits, so here and there a value falls to the other neighbour.
                 assert (state != want).mean() < 1e-3
                 assert relative_error(state, reference[boundary]) < 0.04

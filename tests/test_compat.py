@@ -1,54 +1,27 @@
-"""What capture needs of SGLang, checked in the sources of the installed one without importing it (20 s)."""
+"""What is refused of an SGLang that is not as capture needs it; its sources are in test_versions_sources.py."""
 
-import ast
-import importlib.util
-import types
+import re
+import sys
 from importlib.metadata import entry_points, version
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from ray_extract.capture import compat
 from ray_extract.errors import CaptureRefused
 
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def sglang_root() -> Path:
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("sglang is not installed")
-    return Path(spec.submodule_search_locations[0])
-
-
-def find_class(module: str, name: str) -> ast.ClassDef:
-    path = sglang_root().parent.joinpath(*module.split(".")).with_suffix(".py")
-    return next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name)
-
-
-def find_method(path: str) -> Function:
-    module, cls, method = path.rsplit(".", 2)
-    return next(n for n in find_class(module, cls).body if isinstance(n, Function) and n.name == method)
-
-
-@pytest.mark.parametrize("path", compat._SIGNATURES, ids=lambda p: ".".join(p.split(".")[-2:]))
-def test_a_hooked_method_has_the_parameters_that_the_hook_relies_on(path: str) -> None:
-    method = find_method(path)
-    names = [a.arg for a in (*method.args.posonlyargs, *method.args.args)]
-    if any(isinstance(d, ast.Name) and d.id == "classmethod" for d in method.decorator_list):
-        names = names[1:]  # bound, as check_signatures sees it
-    expected = compat._SIGNATURES[path]
-    assert tuple(names[: len(expected)]) == expected
-
 
 def test_the_installed_version_is_one_that_was_tested() -> None:
-    sglang_root()
     compat.check_version(version("sglang"), force=False)
 
 
-def test_an_untested_version_is_refused_with_the_ways_out() -> None:
-    with pytest.raises(CaptureRefused, match=r"sglang 9\.9: .*0\.5\.20.*allow_untested_sglang = true.*verify"):
+def test_an_untested_version_is_refused_with_the_list_and_the_ways_out() -> None:
+    listed = r", ".join(v.replace(".", r"\.") for v in compat.TESTED_VERSIONS)
+    with pytest.raises(
+        CaptureRefused, match=rf"sglang 9\.9: .*{listed}; .*allow_untested_sglang = true.*verify --recompute"
+    ):
         compat.check_version("9.9", force=False)
     compat.check_version("9.9", force=True)
 
@@ -59,31 +32,147 @@ def test_sglang_loads_our_plugin_by_its_entry_point() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["rids", "extend_prefix_lens_cpu", "extend_seq_lens_cpu", "forward_mode"])
-def test_a_forward_batch_carries_what_the_hooks_read(name: str) -> None:
-    batch = find_class("sglang.srt.model_executor.forward_batch_info", "ForwardBatch")
-    assert name in {n.target.id for n in batch.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+# Methods and classes of the standard library stand for SGLang's, whose import takes 20 s.
 
 
-def test_the_forward_modes_that_are_captured_exist_and_the_others_are_not_captured() -> None:
-    modes = find_class("sglang.srt.model_executor.forward_batch_info", "ForwardMode")
-    names = {t.id for n in modes.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)}
-    captured = {
-        name
-        for name in names
-        if compat.is_capture_mode(types.SimpleNamespace(forward_mode=types.SimpleNamespace(name=name)))
-    }
-    assert captured == {"EXTEND", "MIXED"} and {"DECODE", "TARGET_VERIFY", "IDLE"} <= names
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Empty tables in place of SGLang's."""
+    made: dict[str, dict[str, Any]] = {"HOOKED": {}, "READ": {}, "CALLED": {}}
+    for name, table in made.items():
+        monkeypatch.setattr(compat, name, table)
+    return made
 
 
-def test_a_method_that_is_gone_or_changed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    known: dict[str, Any] = {"json.dumps": ("obj",)}
-    monkeypatch.setattr(compat, "_SIGNATURES", known)
-    compat.check_signatures()
-    known["json.dumps"] = ("other",)
+def test_a_hooked_method_that_is_gone_or_changed_is_refused_by_name(tables: dict[str, dict[str, Any]]) -> None:
+    hooked = tables["HOOKED"]
+    hooked["json.dumps"] = ("obj",)
+    compat.check_hooked()
+    hooked["json.dumps"] = ("other",)
     with pytest.raises(CaptureRefused, match=r"json\.dumps: parameters \('obj',\), expected \('other',\)"):
-        compat.check_signatures()
+        compat.check_hooked()
     for gone in ("json.nothing", "nothing.at.all"):
-        monkeypatch.setattr(compat, "_SIGNATURES", {gone: ()})
+        hooked.clear()
+        hooked[gone] = ()
         with pytest.raises(CaptureRefused, match=f"{gone}: not in this SGLang"):
-            compat.check_signatures()
+            compat.check_hooked()
+
+
+def test_a_field_that_is_gone_is_refused_by_name(tables: dict[str, dict[str, Any]]) -> None:
+    read = tables["READ"]
+    read["inspect.Parameter"] = ("name", "POSITIONAL_ONLY")  # a property, a member
+    read[f"{__name__}.Annotated"] = ("own", "inherited")
+    compat.check_hooked()
+    for path in ("inspect.Parameter", f"{__name__}.Annotated"):
+        read[path] = ("nothing",)
+        with pytest.raises(CaptureRefused, match=re.escape(f"{path}.nothing: not in this SGLang")):
+            compat.check_hooked()
+        del read[path]
+
+
+class Base:
+    """Fields without values, as a dataclass has them."""
+
+    inherited: int
+
+
+class Annotated(Base):
+    own: int
+
+
+def test_a_called_method_that_does_not_know_an_argument_is_refused_by_name(tables: dict[str, dict[str, Any]]) -> None:
+    called = tables["CALLED"]
+    called["json.dumps"] = ("indent", "obj")
+    compat.check_called()
+    called["json.dumps"] = ("obj", "rid")
+    with pytest.raises(CaptureRefused, match=r"json\.dumps: no parameter rid in this SGLang"):
+        compat.check_called()
+
+
+# Ranks
+
+
+def rank(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"pp_size": 1, "attn_tp_rank": 0, "attn_cp_rank": 0, "dp_rank": None, **changed})
+
+
+@pytest.fixture(params=["0.5.12", "0.5.16", "0.5.23"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a runner whose rank is where this version has it."""
+
+    def runner(found: SimpleNamespace) -> Any:
+        if request.param == "0.5.16":
+            return SimpleNamespace(ps=found)
+        if request.param == "0.5.12":
+            getters = SimpleNamespace(
+                get_attention_tp_rank=lambda: found.attn_tp_rank, get_attention_cp_rank=lambda: found.attn_cp_rank
+            )
+            modules = {"layers": {"dp_attention": getters}}
+            made = SimpleNamespace(pp_size=found.pp_size, dp_rank=found.dp_rank)
+        else:
+            modules = {"runtime_context": {"get_parallel": lambda: found}}
+            made = SimpleNamespace()
+        for name in ("sglang", "sglang.srt"):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[]))
+        for name, content in modules.items():
+            monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", SimpleNamespace(**content))
+        return made
+
+    return runner
+
+
+@pytest.mark.parametrize(
+    ("found", "index"),
+    [
+        (rank(), 0),
+        (rank(dp_rank=3), 3),
+        (rank(dp_rank=3, attn_tp_rank=1), None),
+        (rank(attn_cp_rank=1), None),
+    ],
+)
+def test_of_each_data_parallel_rank_the_one_that_answers_writes(place: Any, found: Any, index: int | None) -> None:
+    assert compat.writer_index(place(found)) == index
+
+
+def test_pipeline_stages_are_refused(place: Any) -> None:
+    with pytest.raises(CaptureRefused, match=r"pp_size = 2: only the last pipeline stage sees the states"):
+        compat.writer_index(place(rank(pp_size=2)))
+
+
+# Models whose own capture means something else
+
+
+class Gemma3TextModel(torch.nn.Module):
+    pass
+
+
+class Gemma4TextModel(torch.nn.Module):
+    pass
+
+
+class BeamModel(torch.nn.Module):
+    pass
+
+
+class Derived(BeamModel):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("inner", "version", "refused"),
+    [
+        (torch.nn.Identity, "0.5.20", None),
+        (Gemma3TextModel, "0.5.16", None),
+        (Gemma3TextModel, "0.5.18", "Gemma3TextModel"),
+        (Gemma3TextModel, "9.9", "Gemma3TextModel"),
+        (Gemma4TextModel, "0.5.20", "Gemma4TextModel"),
+        (Gemma4TextModel, "0.5.23", None),
+        (BeamModel, "0.5.23", "BeamModel"),
+        (Derived, "0.5.23", "BeamModel"),
+    ],
+)
+def test_a_model_that_captures_something_else_is_named(
+    monkeypatch: pytest.MonkeyPatch, inner: type[torch.nn.Module], version: str, refused: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__=version))
+    assert compat.miscaptured(torch.nn.Sequential(torch.nn.Identity(), inner())) == refused

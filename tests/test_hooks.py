@@ -1,5 +1,6 @@
 """The hooks without SGLang: whatever a pass ends with, its rows are published, and nothing of ours raises."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import pytest
 import torch
 from arenas import HIDDEN, STATES, Live
 
+from ray_extract.capture import compat
 from ray_extract.capture.arena import Arena
 from ray_extract.capture.copier import CpuCopier
 from ray_extract.capture.hooks import Hooks
 from ray_extract.capture.writer import Fault, Writer
+from ray_extract.errors import CaptureRefused
 
 LENGTHS = [5, 3]
 
@@ -150,3 +153,36 @@ def test_what_the_final_norm_reads_goes_before_what_it_gives(case: Case, fused: 
 def test_a_norm_outside_of_a_pass_of_ours_leaves_nothing(case: Case) -> None:
     case.hooks.after_final_norm(None, (torch.ones(1, HIDDEN),), torch.ones(1, HIDDEN))
     assert case.hooks._prenorm is None
+
+
+# While the model is loaded
+
+
+class Layered(torch.nn.Module):
+    """A model whose setter does as it is told."""
+
+    layers_to_capture: tuple[int, ...] = ()
+
+    def set_eagle3_layers_to_capture(self, ids: list[int]) -> None:
+        self.layers_to_capture = tuple(i + 1 for i in ids)
+
+
+@pytest.mark.parametrize("layers", [8, 2])
+def test_a_model_that_hands_over_something_else_is_refused_for_the_boundaries_that_it_would(
+    case: Case, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Boundary N, here 2 of 2 layers, comes from the final norm and not from the model's own capture."""
+    monkeypatch.setattr(compat, "logits_processor_overridden", lambda model: None)
+    monkeypatch.setattr(compat, "miscaptured", lambda model: "Gemma3TextModel")
+    case.hooks._arena.spec = dataclasses.replace(case.hooks._arena.spec, boundaries=(2,))
+    model = Layered()
+    model.embed_tokens = model.layers = model.norm = torch.nn.Identity()
+    config = SimpleNamespace(hidden_size=HIDDEN, num_hidden_layers=layers)
+    runner = SimpleNamespace(dtype=torch.float32, model_config=config, model=model)
+    if layers == 2:
+        assert case.hooks._configure(runner) == (2,)
+        return
+    with pytest.raises(CaptureRefused, match=r"Layered: in this SGLang its Gemma3TextModel .* boundaries \[2\]"):
+        case.hooks._configure(runner)
+    monkeypatch.setattr(compat, "miscaptured", lambda model: None)
+    assert case.hooks._configure(runner) == (2,)

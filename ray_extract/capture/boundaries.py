@@ -169,7 +169,8 @@ def _submodules(model: Any) -> Iterable[Any]:
 
 
 def _read_back(model: Any) -> tuple[int, ...]:
-    found = {tuple(m.layers_to_capture) for m in _submodules(model) if getattr(m, "layers_to_capture", None)}
+    # NemotronH has a set; all models hand over in the order of their layers
+    found = {tuple(sorted(m.layers_to_capture)) for m in _submodules(model) if getattr(m, "layers_to_capture", None)}
     if len(found) != 1:
         raise CaptureRefused(f"model class {type(model).__name__}: {len(found)} lists of captured layers, expected one")
     return found.pop()

@@ -85,6 +85,11 @@ class Hooks:
             raise CaptureRefused(f"{type(runner.model).__name__}: its {name} overrides LogitsProcessor.forward")
         layers = int(runner.model_config.num_hidden_layers)
         below = tuple(b for b in spec.boundaries if b < layers)
+        if below and (name := compat.miscaptured(runner.model)) is not None:
+            raise CaptureRefused(
+                f"{type(runner.model).__name__}: in this SGLang its {name} hands over something else than boundaries "
+                f"{list(below)}; leave them out"
+            )
         got = set_boundaries(runner.model, below)
         if below == spec.boundaries:
             return got

@@ -27,7 +27,7 @@ def register() -> None:
         from ray_extract.capture import compat
         from ray_extract.capture.hooks import Hooks
 
-        compat.check_signatures()
+        compat.check_hooked()
         hooks = Hooks(Path(folder))
     except BaseException as error:
         report_failure(Path(folder), error)

@@ -33,6 +33,7 @@ _OWN_FIELD = {
     "device": "engine.device",
     "tp_size": "engine.tp_size",
     "dp_size": "engine.dp_size",
+    "attn_dp_size": "engine.dp_size and engine.enable_dp_attention",
     "enable_dp_attention": "engine.enable_dp_attention",
     "chunked_prefill_size": "engine.chunked_prefill_size",
     "context_length": "engine.context_length",
@@ -87,6 +88,8 @@ REFUSED: dict[str, tuple[Allowed, str]] = {
         Allowed("unset, or disabled for prefill", lambda value: not value or _prefill_graph(value) == "disabled"),
         _GRAPH,
     ),
+    "disable_piecewise_cuda_graph": (_ON, _GRAPH),
+    "enforce_piecewise_cuda_graph": (_OFF, _GRAPH),
     "flashinfer_allreduce_fusion_backend": (_OFF, _PARTIAL),
     "enable_flashinfer_allreduce_fusion": (_OFF, _PARTIAL),
     "enforce_disable_flashinfer_allreduce_fusion": (_ON, _PARTIAL),
@@ -96,11 +99,15 @@ REFUSED: dict[str, tuple[Allowed, str]] = {
     "use_ray": (_OFF, "the schedulers must be children of the engine host, which ends them and holds their memory"),
     "attn_cp_size": (_ONE, _CP),
     "dcp_size": (_ONE, _CP),
+    "dwdp_size": (_ONE, "it makes data-parallel ranks of its own; set engine.dp_size"),
     "enable_prefill_cp": (_OFF, _CP),
     "enable_prefill_context_parallel": (_OFF, _CP),
     "enable_dsa_prefill_context_parallel": (_OFF, _CP),
+    "enable_nsa_prefill_context_parallel": (_OFF, _CP),
     "enable_attn_tp_input_scattered": (_OFF, _PART),
     "enable_layernorm_sp": (_OFF, _PART),
+    "enable_decoder_swa_bounded_replay": (_OFF, "late layers run for the last tokens of a prompt only"),
+    "enable_encoder_swa_bounded_replay": (_OFF, _CACHED),
     "enable_two_batch_overlap": (_OFF, "layers run in two halves hand over no states"),
     "enable_pdmux": (_OFF, "split prefill is not captured"),
     "elastic_ep_backend": (_OFF, "a pass is run again when a rank fails, and the states of the first run would stay"),
@@ -122,6 +129,10 @@ REFUSED: dict[str, tuple[Allowed, str]] = {
     "allow_auto_truncate": (_OFF, "a shortened prompt would not be the planned one"),
     "max_queued_requests": (_OFF, "rows beyond it would be rejected; the arena is what limits the rows in flight"),
     "forward_hooks": (_OFF, "they may change the states"),
+    "enable_return_aux_hidden_states": (
+        _OFF,
+        "it would set the captured layers again, after the plan's were read back",
+    ),
     "skip_tokenizer_init": (_ON, "prompts are token ids"),
     "tokenizer_worker_num": (_ONE, "requests are aborted through the one tokenizer manager"),
 }
@@ -177,6 +188,10 @@ def server_args(job: Job) -> dict[str, Any]:
         "disable_cuda_graph": True,
         # SGLang gives some models a prefill graph of their own accord, which wins over the line above
         "cuda_graph_backend_prefill": "disabled",
+        # 0.5.12 has one for most models, under another name
+        "disable_piecewise_cuda_graph": True,
+        # DeepSeek-V4.1 leaves out what decoding does not need
+        "enable_decoder_swa_bounded_replay": False,
         # and some on several GPUs a fused all-reduce
         "enforce_disable_flashinfer_allreduce_fusion": True,
         # first come, first served keeps consecutive rows adjacent in a batch, so that they leave in one copy
@@ -227,6 +242,7 @@ class SGLangEngine:
         except ImportError as error:
             raise EngineError(f"sglang cannot be imported: {error}") from error
         compat.check_version(sglang.__version__, self._job.engine.allow_untested_sglang)
+        compat.check_called()
         known = set(inspect.signature(ServerArgs).parameters)
         unknown = sorted(set(self._job.engine.args) - known)
         if unknown:
