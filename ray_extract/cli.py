@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ray_extract import layout, run
 from ray_extract.config import load_job
-from ray_extract.errors import ConfigError, NotFound, RayExtractError
+from ray_extract.errors import ConfigError, NotFound, RayExtractError, ShardError
 from ray_extract.ledger import Ledger, latest_manifest, orphans
 from ray_extract.plan import estimate, load_or_make_plan, show_bytes
 from ray_extract.presets import TARGETS
@@ -133,6 +133,10 @@ def _status(args: argparse.Namespace) -> int:
         raise NotFound(
             f"{args.url}: no {layout.PROGRESS_KEY} there; not the output of a run, or none has begun"
         ) from None
+    except ValueError:
+        progress = None
+    if not isinstance(progress, dict) or not progress.keys() >= {"state", "time", "units", "tokens"}:
+        raise ShardError(f"{args.url}: {layout.PROGRESS_KEY} is damaged; the run writes it anew, and verify needs none")
     if args.json:
         _print(json.dumps(progress, indent=2))
         return 0

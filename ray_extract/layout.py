@@ -19,6 +19,7 @@ COMMITS_PREFIX = "commits/"
 SHM_PREFIX = "ray_extract-"
 EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
 
+_COMMIT = re.compile(r"^commits/(u\d{8}(?:\.\d+)*)\.json$")
 _MANIFEST = re.compile(r"^manifest-(\d{6})\.parquet$")
 _RID = re.compile(r"rx1\.([0-9a-z]+)\.([0-9]{4})\.([0-9]{6,})\.([0-9]{8})\.([0-9]{2})\.")
 
@@ -43,9 +44,10 @@ def commit_key(unit: str) -> str:
     return f"{COMMITS_PREFIX}{unit}.json"
 
 
-def unit_of_commit(key: str) -> str:
-    """Inverse of commit_key."""
-    return key.removeprefix(COMMITS_PREFIX).removesuffix(".json")
+def unit_of_commit(key: str) -> str | None:
+    """Inverse of commit_key; None for what is no commit, such as a file that a copy or a network share left there."""
+    match = _COMMIT.match(key)
+    return match[1] if match else None
 
 
 def manifest_key(number: int) -> str:

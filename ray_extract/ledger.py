@@ -308,7 +308,9 @@ class Ledger:
 
     def _commits(self) -> Iterator[str]:
         for item in self.store.list(layout.COMMITS_PREFIX):
-            yield layout.unit_of_commit(item.key)
+            unit = layout.unit_of_commit(item.key)
+            if unit is not None:
+                yield unit
 
     def _read_receipt(self, unit: str) -> Receipt:
         key = layout.commit_key(unit)

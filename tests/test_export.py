@@ -438,6 +438,18 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
         go(run, tmp_path / "f")
 
 
+def test_a_folder_inside_the_run_or_that_cannot_be_made_is_refused(tmp_path):
+    run = make_run(tmp_path)
+    for inside in ("out/export", "out/commits/export"):
+        with pytest.raises(ConfigError, match="lies inside the run"):
+            go(run, tmp_path / inside)
+        assert not (tmp_path / inside).exists()
+    (tmp_path / "file").touch()
+    for path in ("file", "file/below"):
+        with pytest.raises(ConfigError, match=r"--out .*: cannot be made \(.*\); choose a folder"):
+            go(run, tmp_path / path)
+
+
 @pytest.mark.parametrize(
     ("target", "name"),
     [("specforge-eagle3", "hidden_states/data_0.ckpt"), ("speculators-eagle3", "hidden_states/hs_99.safetensors")],

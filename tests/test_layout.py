@@ -70,6 +70,8 @@ def test_keys_go_there_and_back(number: int) -> None:
     unit = layout.unit_id(number)
     for name in (unit, f"{unit}.0", f"{unit}.1.0"):
         assert layout.unit_of_commit(layout.commit_key(name)) == name
+    for stray in ("commits/.nfs0001", "commits/x.tmp", "commits/u00000001.json.part", "commits/e/u00000001.json"):
+        assert layout.unit_of_commit(stray) is None
 
 
 @pytest.mark.parametrize("key", ["manifest-1.parquet", "manifest-000001.parquet.tmp", "a/manifest-000001.parquet"])

@@ -157,6 +157,28 @@ def test_sweep_lists_what_lost_and_deletes_only_when_asked(tmp_path: Path, capsy
     assert capsys.readouterr().out.startswith("0 shards")
 
 
+def test_strange_files_beside_the_commits_are_no_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = outputs.make_output(tmp_path)
+    for name in (".nfs0001", "x.tmp", "u00000000.json.part"):
+        (tmp_path / "out/commits" / name).write_text("")
+    assert cli.main(["verify", output.url]) == 0
+    assert cli.main(["sweep", output.url]) == 0
+    assert "0 shards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", ""])
+def test_a_damaged_progress_file_is_a_clear_error(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = outputs.make_output(tmp_path)
+    (tmp_path / "out/progress.json").write_text(text)
+    for more in ([], ["--json"]):
+        assert cli.main(["status", output.url, *more]) == 1
+        out, err = capsys.readouterr()
+        (line,) = lines_of(err)
+        assert "progress.json is damaged" in line and out == ""
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -168,6 +169,9 @@ def export(request: Request) -> Report:
         "layer_ids": list(choice.layer_ids),
         "last_state": {None: None, "after": "after the final norm", "before": "before the final norm"}[target.last],
     }
+    inside = Path(request.out).expanduser().absolute()
+    if "://" not in source.url and inside.resolve().is_relative_to(Path(source.url).resolve()):
+        raise ConfigError(f"--out {request.out}: lies inside the run {source.url}; choose a folder outside")
     # Ids and masks alone: no state is read to find out which rows are left out.
     rows = HiddenStates(request.url, states=[], storage_options=request.storage_options)
     with ExportFolder(request.out, identity, notes) as folder:

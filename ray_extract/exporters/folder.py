@@ -53,8 +53,13 @@ class ExportFolder:
         self.path = Path(path).expanduser().absolute()
         self.outcomes: Counter[Outcome] = Counter()
         self._lock: int | None = None
-        with _errors(self.path):
+        try:
             self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--out {path}: cannot be made ({error.strerror}); choose a folder that you may write to"
+            ) from None
+        with _errors(self.path):
             file = self.path / IDENTITY_NAME
             there = file.exists()
             strangers = [p.name for p in self.path.iterdir() if not p.name.startswith(_PART_PREFIX)]

@@ -28,8 +28,9 @@ class HiddenStates(Dataset[dict[str, Any]]):
 
     Rows differ in length, so use `DataLoader(..., batch_size=None)` or a collate function. States of raw shards in a
     local folder are views of a private memory map: nothing is read before it is used, and writing to them does not
-    reach the file. Each open Parquet shard keeps its last row group decoded (32 MiB), so shuffled reads of short rows
-    are quicker from raw shards.
+    reach the file. But the next read of the row by this data set sees it: clone a state before you change it in place.
+    Each open Parquet shard keeps its last row group decoded (32 MiB), so shuffled reads of short rows are quicker from
+    raw shards.
 
     From an object store a state of a row of a raw shard is one range request, and those of an item, or of all items of
     a DataLoader's batch, are on their way at the same time; opening a shard takes two or three more. For more than one

@@ -115,7 +115,7 @@ class Rows:
         self.columns: dict[str, Column] = {name: there[name] for name in self.states}
 
     def _start(self, url: str) -> None:
-        self._store: Store = open_store(url, self._options)
+        self._store: Store = open_store(os.fspath(url), self._options)
         self.url = self._store.url
         self._pid = os.getpid()
         on_requests = self.cache is None and self._store.local_path("") is None
