@@ -9,6 +9,8 @@ from hypothesis.extra.numpy import arrays
 
 from ray_extract.capture.arena import TAIL_BYTES
 from ray_extract.capture.fp8 import LARGEST, SMALLEST_AMAX, decode, encode
+from ray_extract.shards.image import Column
+from ray_extract.shards.values import as_tensor
 
 # The magnitudes of e4m3 in the order of their bits: 4 bits of exponent with bias 7, 3 bits of mantissa.
 E4M3 = np.array([(m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)) for e in range(16) for m in range(8)])
@@ -80,3 +82,17 @@ def test_records_are_plain_bytes_that_anyone_can_read():
     records = encode(torch.tensor([[1.0, -448.0, 0.0, 1.75, 0.0, 0.0, 0.0, 3.5]] * 2)).numpy()
     assert records[1].tolist() == [0x38, 0xFE, 0, 0x3E, 0, 0, 0, 0x46, *np.float32(1).tobytes(), 0, 0, 0, 0]
     assert encode(torch.tensor([[896.0] + [0.0] * 7])).numpy()[0, 8:12].view(np.float32) == 2
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F8_E4M3"])
+def test_no_tokens_are_a_tensor_of_no_tokens(dtype):
+    width = Column("state.1", dtype, 64).token_bytes
+    for stored in (
+        np.zeros((0, width), np.uint8),
+        np.zeros((5, width), np.uint8)[2:2].copy(),
+        np.empty((0, width), "u1"),
+    ):
+        assert as_tensor(stored, dtype).shape == (0, 64)
+        readonly = stored.copy()
+        readonly.flags.writeable = False
+        assert as_tensor(readonly, dtype).shape == (0, 64)

@@ -22,4 +22,6 @@ def as_tensor(stored: npt.NDArray[np.uint8], dtype: str) -> torch.Tensor:
         dtype: of its column. Records of fp8 become bf16.
     """
     tensor = torch.from_numpy(stored if stored.flags.writeable else stored.copy())
+    if not len(stored):  # whose strides NumPy leaves at 0, which no view of another type accepts
+        tensor = torch.empty(stored.shape, dtype=torch.uint8)
     return decode(tensor) if dtype == FP8 else tensor.view(TORCH_DTYPES[dtype])
