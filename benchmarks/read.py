@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from proxies import counting
+from proxies import CountingProxy
 from servers import seaweedfs
 
 from ray_extract.layout import manifest_key, shard_key
@@ -231,7 +231,7 @@ def stream_s3(folder: Path, runs: int) -> list[Row]:
             },
             runs,
         )
-        with counting(options["endpoint"]) as proxy:
+        with CountingProxy(options["endpoint"]) as proxy:
             data = HiddenStates(
                 url, ["state.30", "state.final"], storage_options={**options, "endpoint": proxy.endpoint}
             )

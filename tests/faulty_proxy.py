@@ -7,7 +7,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+
+from proxies import Proxy
 
 MOST = 1 << 26
 
@@ -37,44 +39,26 @@ class Request:
 Decide = Callable[[Request], Do]
 
 
-class FaultyProxy:
-    """Passes requests on to a port of this machine, one connection and thread for each client's.
+class FaultyProxy(Proxy):
+    """Passes requests on, one after the other, as far as it is told to.
 
     Attributes:
         decide: called for each request; may be exchanged at any time.
         seen: what was decided, in order.
-        endpoint: URL of the proxy.
         stall_s: how long STALL takes.
     """
 
-    def __init__(self, port: int, decide: Decide = lambda request: Do.PASS) -> None:
-        self.decide = decide
+    def __init__(self, endpoint: str) -> None:
+        self.decide: Decide = lambda request: Do.PASS
         self.seen: list[tuple[Request, Do]] = []
         self.stall_s = 1.0
-        self._port = port
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(endpoint)
 
     def counts(self) -> dict[str, int]:
         """How often each fault was done."""
         done = [do.name for _, do in self.seen if do is not Do.PASS]
         return {name: done.count(name) for name in sorted(set(done))}
-
-    def close(self) -> None:
-        """Take no more connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         with contextlib.suppress(OSError, EOFError), client, client.makefile("rb") as file:
@@ -163,13 +147,3 @@ def _reset(client: socket.socket) -> None:
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
     raise EOFError
-
-
-@contextlib.contextmanager
-def faulty(endpoint: str) -> Iterator[FaultyProxy]:
-    """A proxy before `http://host:port` of this machine."""
-    proxy = FaultyProxy(int(endpoint.rpartition(":")[2]))
-    try:
-        yield proxy
-    finally:
-        proxy.close()

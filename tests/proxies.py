@@ -1,34 +1,30 @@
-"""A proxy before a server that counts what it is asked."""
+"""Proxies before a server of this machine, and one that counts what the server is asked."""
 
+import abc
 import contextlib
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from typing import Self
 
 _REQUEST = re.compile(rb"(?:^|\r\n\r\n)(GET|HEAD) (\S+) HTTP/1\.1\r\n")
 
 
-class CountingProxy:
-    """Passes connections on to a port of this machine, and notes the requests without a body that go through.
+class Proxy(abc.ABC):
+    """Listens on a port of its own, and serves each connection in a thread.
+
+    Args:
+        endpoint: of the server, `http://host:port` of this machine.
 
     Attributes:
-        requests: (method, path) of each.
         endpoint: URL of the proxy.
     """
 
-    def __init__(self, port: int) -> None:
-        self.requests: list[tuple[str, str]] = []
-        self._port = port
+    def __init__(self, endpoint: str) -> None:
+        self._port = int(endpoint.rpartition(":")[2])
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
-
-    def shards(self) -> list[str]:
-        """Paths of the GETs of shards, since the last call."""
-        found = [path for method, path in self.requests if method == "GET" and "/shards/" in path]
-        self.requests.clear()
-        return found
 
     def close(self) -> None:
         """Take no more connections."""
@@ -42,9 +38,40 @@ class CountingProxy:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            server = socket.create_connection(("127.0.0.1", self._port))
-            threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
-            threading.Thread(target=self._pass, args=(server, client), daemon=True).start()
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    @abc.abstractmethod
+    def _serve(self, client: socket.socket) -> None:
+        """Serve a client's connection to its end."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class CountingProxy(Proxy):
+    """Passes connections on, and notes the requests without a body that go through.
+
+    Attributes:
+        requests: (method, path) of each.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.requests: list[tuple[str, str]] = []
+        super().__init__(endpoint)
+
+    def shards(self) -> list[str]:
+        """Paths of the GETs of shards, since the last call."""
+        found = [path for method, path in self.requests if method == "GET" and "/shards/" in path]
+        self.requests.clear()
+        return found
+
+    def _serve(self, client: socket.socket) -> None:
+        server = socket.create_connection(("127.0.0.1", self._port))
+        threading.Thread(target=self._pass, args=(server, client), daemon=True).start()
+        self._forward(client, server)
 
     def _forward(self, client: socket.socket, server: socket.socket) -> None:
         pending = b""
@@ -66,13 +93,3 @@ class CountingProxy:
                 client.sendall(memoryview(buffer)[:count])
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_WR)
-
-
-@contextlib.contextmanager
-def counting(endpoint: str) -> Iterator[CountingProxy]:
-    """A proxy before `http://host:port` of this machine."""
-    proxy = CountingProxy(int(endpoint.rpartition(":")[2]))
-    try:
-        yield proxy
-    finally:
-        proxy.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import servers
-from faulty_proxy import Do, FaultyProxy, Request, faulty
+from faulty_proxy import Do, FaultyProxy, Request
 from simulated import Work, check_output, make_rows, make_work, until
 
 from ray_extract.run import run
@@ -23,7 +23,7 @@ FAULTS = (Do.SLOW_DOWN, Do.BUSY, Do.RESET_BEFORE, Do.RESET_WITHIN, Do.LOSE_ANSWE
 
 @pytest.fixture
 def proxy(s3: servers.S3Server) -> Iterator[FaultyProxy]:
-    with faulty(s3.storage_options["endpoint"]) as proxy:
+    with FaultyProxy(s3.storage_options["endpoint"]) as proxy:
         yield proxy
 
 

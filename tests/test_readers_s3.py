@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from outputs import NAMES, make_output
-from proxies import counting
+from proxies import CountingProxy
 from torch.utils.data import DataLoader
 
 from ray_extract.readers.dataset import HiddenStates
@@ -31,7 +31,7 @@ def output(s3, tmp_path_factory):
 
 @pytest.fixture
 def proxy(s3):
-    with counting(s3.storage_options["endpoint"]) as proxy:
+    with CountingProxy(s3.storage_options["endpoint"]) as proxy:
         yield proxy
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import servers
-from faulty_proxy import Do, FaultyProxy, Request, faulty
+from faulty_proxy import Do, FaultyProxy, Request
 
 from ray_extract import s3 as s3_module
 from ray_extract import store as store_module
@@ -24,7 +24,7 @@ REFUSED = (Do.SLOW_DOWN, Do.BUSY)
 
 @pytest.fixture
 def proxy(s3: servers.S3Server) -> Iterator[FaultyProxy]:
-    with faulty(s3.storage_options["endpoint"]) as proxy:
+    with FaultyProxy(s3.storage_options["endpoint"]) as proxy:
         yield proxy
 
 

@@ -30,6 +30,39 @@ def _position_weight(position):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _add_sums(  # type: ignore[no-untyped-def]
+    digest_ptr,
+    sumsq_ptr,
+    amax_ptr,
+    nonfinite_ptr,
+    zero_ptr,
+    entry,
+    kept,
+    k,
+    words,
+    squares,
+    amax,
+    bad,
+    num_states: tl.constexpr,
+):
+    """Add a token of a state to its entry's sums.
+
+    Args:
+        words: sum of V(c) * u32[c], i64.
+        squares, amax: of its finite values, f32.
+        bad: NaN and infinite values.
+    """
+    out = entry.to(tl.int64) * num_states + k
+    tl.atomic_add(digest_ptr + entry.to(tl.int64) * (num_states + 1) + k + 1, _position_weight(kept) * (words + 1))
+    tl.atomic_add(sumsq_ptr + out, squares.to(tl.float64))
+    tl.atomic_max(amax_ptr + out, amax)
+    if bad > 0:
+        tl.atomic_add(nonfinite_ptr + out, bad)
+    elif amax == 0.0:
+        tl.atomic_add(zero_ptr + out, 1)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _state_kernel(  # type: ignore[no-untyped-def]
     words_ptr,
     stride,
@@ -80,17 +113,21 @@ def _state_kernel(  # type: ignore[no-untyped-def]
         high_size = tl.where(high_bad, 0.0, high_size)
         squares += low_size * low_size + high_size * high_size
         largest = tl.maximum(largest, tl.maximum(low_size, high_size))
-    bad_count = tl.sum(bad, axis=0)
-    amax = tl.max(largest, axis=0)
-    weighted = _position_weight(kept) * (tl.sum(total, axis=0) + 1)
-    out = entry.to(tl.int64) * num_states + k
-    tl.atomic_add(digest_ptr + entry.to(tl.int64) * (num_states + 1) + k + 1, weighted)
-    tl.atomic_add(sumsq_ptr + out, tl.sum(squares, axis=0).to(tl.float64))
-    tl.atomic_max(amax_ptr + out, amax)
-    if bad_count > 0:
-        tl.atomic_add(nonfinite_ptr + out, bad_count)
-    elif amax == 0.0:
-        tl.atomic_add(zero_ptr + out, 1)
+    _add_sums(
+        digest_ptr,
+        sumsq_ptr,
+        amax_ptr,
+        nonfinite_ptr,
+        zero_ptr,
+        entry,
+        kept,
+        k,
+        tl.sum(total, axis=0),
+        tl.sum(squares, axis=0),
+        tl.max(largest, axis=0),
+        tl.sum(bad, axis=0),
+        num_states,
+    )
 
 
 @triton.jit
@@ -144,7 +181,6 @@ def _record_kernel(  # type: ignore[no-untyped-def]
         size = tl.where(wrong, 0.0, size)
         squares += size * size
         largest = tl.maximum(largest, size)
-    bad_count = tl.sum(bad, axis=0)
     amax = tl.max(largest, axis=0)
     bounded = tl.maximum(amax, smallest_amax)
     shrink = tl.div_rn(448.0, bounded)
@@ -164,14 +200,21 @@ def _record_kernel(  # type: ignore[no-untyped-def]
     tail = tl.arange(0, 8)
     tl.store(record + hidden + tail, tl.where(tail < 4, (scale >> (8 * (tail % 4))) & 0xFF, 0).to(tl.uint8))
     words = tl.sum(total, axis=0) + scale.to(tl.int64) * tl.load(weights_ptr + hidden // 4)
-    out = entry.to(tl.int64) * num_states + k
-    tl.atomic_add(digest_ptr + entry.to(tl.int64) * (num_states + 1) + k + 1, _position_weight(kept) * (words + 1))
-    tl.atomic_add(sumsq_ptr + out, tl.sum(squares, axis=0).to(tl.float64))
-    tl.atomic_max(amax_ptr + out, amax)
-    if bad_count > 0:
-        tl.atomic_add(nonfinite_ptr + out, bad_count)
-    elif amax == 0.0:
-        tl.atomic_add(zero_ptr + out, 1)
+    _add_sums(
+        digest_ptr,
+        sumsq_ptr,
+        amax_ptr,
+        nonfinite_ptr,
+        zero_ptr,
+        entry,
+        kept,
+        k,
+        words,
+        tl.sum(squares, axis=0),
+        amax,
+        tl.sum(bad, axis=0),
+        num_states,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
