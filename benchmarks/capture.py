@@ -2,9 +2,10 @@
 
     python benchmarks/capture.py [--cases qwen3-8b,short-rows,deepseek-7168,long-row] [--pairs 5]
 
-Two engines of a shape stand on one GPU, one without the plugin and one with it, and take turns; the others idle. Both
-get the same rows through the same pipe. A pair's figure is the ratio of the two rates; the result is the median of the
-pairs. Weights are random. Needs a GPU of 140 GB, 16 GiB of /dev/shm for each shape, and SGLang.
+Two engines of a shape stand on the same GPUs, one without the plugin and one with it, and take turns; the others idle.
+Both get the same rows through the same pipe. A pair's figure is the ratio of the two rates; the result is the median of
+the pairs. Weights are random. Needs GPUs of 140 GB, 16 or 30 GiB of /dev/shm for each setting, and SGLang. By default
+the cases run that need as many GPUs as there are, one or two; on two, name the others to run them too.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from shapes import SHAPES, write_shape
 
 from ray_extract.config import Job
 from ray_extract.engine.process import EngineProcess, session_pids
-from ray_extract.extractor import Extractor, ExtractorSetup
+from ray_extract.extractor import Extractor, ExtractorSetup, route
 from ray_extract.shards.image import RowTable, lay_out, row_table, write_table
 
 HERE = Path(__file__).parent
@@ -40,6 +41,7 @@ class Case:
         rows: how many.
         shortest, longest: tokens, uniform.
         goal: least ratio.
+        parallel: of the job's engine section.
     """
 
     shape: str
@@ -47,26 +49,45 @@ class Case:
     shortest: int
     longest: int
     goal: float
+    parallel: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """That its engines run on."""
+        return dict(self.parallel).get("tp_size", 1)
+
+    @property
+    def setting(self) -> tuple[str, tuple[tuple[str, int], ...]]:
+        """What its two engines are; cases of one setting share them."""
+        return self.shape, self.parallel
 
 
+_TP2 = (("tp_size", 2),)
+_DP2 = (("tp_size", 2), ("dp_size", 2), ("enable_dp_attention", True))
 CASES = {
     "qwen3-8b": Case("qwen3-8b", 100, 512, 3584, 0.99),
     "short-rows": Case("qwen3-8b", 3000, 16, 128, 0.97),
     "deepseek-7168": Case("deepseek-7168", 100, 512, 3584, 0.99),
     "long-row": Case("deepseek-7168", 1, 131072, 131072, 0.98),
+    "qwen3-8b-tp2": Case("qwen3-8b", 200, 512, 3584, 0.98, _TP2),
+    "deepseek-7168-tp2": Case("deepseek-7168", 200, 512, 3584, 0.98, _TP2),
+    "deepseek-7168-dp2": Case("deepseek-7168", 200, 512, 3584, 0.98, _DP2),
 }
 BOUNDARIES = {"qwen3-8b": (2, 18, 33), "deepseek-7168": (2, 3, 5)}
 KV_TOKENS = {"qwen3-8b": 65536, "deepseek-7168": 163840}
+ARENA_BYTES = {"qwen3-8b": 14 << 30, "deepseek-7168": 28 << 30}  # 200 rows of 3,584 tokens at most
 CHUNK = 8192
 
 
 class Pair:
-    """A captured and a bare engine of one shape on one GPU."""
+    """A captured and a bare engine of one setting on the same GPUs."""
 
-    def __init__(self, shape: str, work: Path, arena_bytes: int, engine: dict[str, Any]) -> None:
+    def __init__(self, case: Case, work: Path, arena_bytes: int, args: dict[str, Any]) -> None:
+        shape = case.shape
         path = write_shape(shape, work)
-        self.peaks = work / f"peaks-{shape}"
-        self.peaks.mkdir()
+        self.peaks = Path(tempfile.mkdtemp(prefix="peaks-", dir=work))
+        if case.gpus > 1:
+            args = args | {"disable_custom_all_reduce": True}  # compiled for minutes at the first start otherwise
         paths = os.pathsep.join([str(HERE / "peak_memory"), os.environ.get("PYTHONPATH", "")])
         env = {"PYTHONPATH": paths, "RAY_EXTRACT_PEAK_MEMORY": str(self.peaks)}
         job = Job.model_validate(
@@ -77,8 +98,9 @@ class Pair:
                 "capture": {"boundaries": BOUNDARIES[shape], "check": "off"},
                 "engine": {
                     "chunked_prefill_size": CHUNK,
-                    "args": {"max_total_tokens": KV_TOKENS[shape], "mem_fraction_static": 0.85} | engine,
+                    "args": {"max_total_tokens": KV_TOKENS[shape], "mem_fraction_static": 0.85} | args,
                     "env": env,
+                    **dict(case.parallel),
                 },
             }
         )
@@ -109,8 +131,9 @@ class Pair:
             command = [sys.executable, str(HERE / "bare_host.py")]
             self.bare = EngineProcess(self.job, arena.folder, env, work / "logs", guard, command)
             self.bare.wait_ready(600)
-            print(f"{shape}: {captured.result()}, both after {time.monotonic() - started:.0f} s", flush=True)
-        self.registration = json.loads((arena.folder / "plugin.0.json").read_text())
+            took = time.monotonic() - started
+            print(f"{shape} {case.parallel}: {captured.result()}, both after {took:.0f} s", flush=True)
+        self.registration = json.loads((arena.folder / "plugin.0.0.json").read_text())
 
     def stop(self) -> None:
         self.bare.kill()
@@ -124,8 +147,10 @@ class Pair:
         base = extent.offset + layout.tensors["input_ids"].offset
         lengths = np.diff(table.cu_seqlens).tolist()
         start = time.monotonic()
+        ranks = route(lengths, Job.model_validate(self.job).engine.dp_size)
         futures = [
-            self.bare.submit(f"bare-{start}-{i}", base + 4 * int(table.cu_seqlens[i]), n) for i, n in enumerate(lengths)
+            self.bare.submit(f"bare-{start}-{i}", base + 4 * int(table.cu_seqlens[i]), n, ranks[i])
+            for i, n in enumerate(lengths)
         ]
         for future in futures:
             assert future.result(600).ok
@@ -200,28 +225,34 @@ def measure(name: str, pair: Pair, pairs: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES))
+    import torch
+
+    here = min(torch.cuda.device_count(), 2)
+    parser.add_argument("--cases", default=",".join(name for name, case in CASES.items() if case.gpus == here))
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--attention", default="fa3")
     args = parser.parse_args()
     names = args.cases.split(",")
-    shapes = list(dict.fromkeys(CASES[n].shape for n in names))
+    settings = {CASES[name].setting: CASES[name] for name in names}
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(shapes)) as pool:
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(settings)) as pool:
         engine = {"attention_backend": args.attention}
-        starts = {shape: pool.submit(Pair, shape, Path(folder), 14 << 30, engine) for shape in shapes}
-        pairs = {shape: start.result() for shape, start in starts.items()}
+        starts = {
+            setting: pool.submit(Pair, case, Path(folder), ARENA_BYTES[case.shape], engine)
+            for setting, case in settings.items()
+        }
+        pairs = {key: start.result() for key, start in starts.items()}
         try:
-            for shape in shapes:
-                pair = pairs[shape]
-                for name in [n for n in names if CASES[n].shape == shape]:
+            for setting in settings:
+                pair = pairs[setting]
+                for name in [n for n in names if CASES[n].setting == setting]:
                     try:
                         rows += measure(name, pair, args.pairs)
                     except BaseException:
                         print(pair.extractor._engine and pair.extractor._engine.log_tail(), flush=True)
                         raise
-                    write("capture", rows)
-                pairs.pop(shape).stop()  # a long row of the next shape takes most of the GPU
+                    write("capture", rows, join=True)
+                pairs.pop(setting).stop()  # a long row of the next shape takes most of the GPU
         finally:
             for pair in pairs.values():
                 pair.stop()

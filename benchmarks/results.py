@@ -29,11 +29,16 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
 
 
-def write(name: str, rows: list[Row], command: str | None = None) -> Path:
-    """Write the result file of a benchmark; `command` is this process's own when absent."""
+def write(name: str, rows: list[Row], command: str | None = None, join: bool = False) -> Path:
+    """Write the result file of a benchmark.
+
+    Args:
+        command: this process's own when absent.
+        join: keep the rows of other cases that are in the file, if the machine, the versions and the day are the same.
+    """
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    record = {
+    record: dict[str, Any] = {
         "name": name,
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
@@ -41,6 +46,11 @@ def write(name: str, rows: list[Row], command: str | None = None) -> Path:
         "command": command or " ".join(["python", *sys.argv]),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
+    known = json.loads(path.read_text()) if join and path.exists() else {}
+    if all(known.get(part) == record[part] for part in ("date", "machine", "versions")):
+        cases = {row.case for row in rows}
+        record["rows"] = [row for row in known["rows"] if row["case"] not in cases] + record["rows"]
+        record["command"] = "; ".join(dict.fromkeys([*known["command"].split("; "), record["command"]]))
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
 

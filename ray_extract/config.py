@@ -204,6 +204,14 @@ class Job(_Section):
         return self
 
     @property
+    def attention_ranks(self) -> int:
+        """Schedulers that run each data-parallel rank's passes together."""
+        engine = self.engine
+        if engine.kind == "simulated":
+            return 1
+        return engine.tp_size // engine.dp_size if engine.enable_dp_attention else engine.tp_size
+
+    @property
     def num_gpus(self) -> int:
         """GPUs that one engine's actor asks for."""
         engine = self.engine

@@ -39,6 +39,7 @@ _ENGINE_STARTS = 3  # tries at restarting an engine that once served, before it 
 _BACKOFF_S = 5.0
 _SAMPLE = 16  # capture.check = sample looks at one row in this many
 _CANARY_BYTES = 64 << 20  # at least
+_RANKS_DIFFER = "what was captured may be one rank's partial sum, or a buffer that was used again too early"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,6 +197,7 @@ class Extractor:
             dtype=setup.dtype,
             hidden=setup.hidden,
             fp8=self._fp8,
+            ranks=job.attention_ranks,
         )
         self._arena = Arena.create(spec)
         try:
@@ -358,6 +360,9 @@ class Extractor:
             if row not in failures:
                 reason = FAULT_TEXT[Fault(int(control.fault[slot, row]))]
                 failures[row] = RowFailure(int(table.row[row]), RowStatus.FAULT, reason)
+        for row, reason in self._ranks_differ(extent, rows).items():
+            if row not in failures:
+                failures[row] = RowFailure(int(table.row[row]), RowStatus.FAULT, reason)
         known = np.zeros(rows, np.uint8)
         for row, failure in failures.items():
             known[row] = failure.status
@@ -469,7 +474,25 @@ class Extractor:
             raise
         finally:
             self._arena.retire(extent, lambda: engine.alive)
+        for reason in self._ranks_differ(extent, len(table)).values():
+            raise CaptureRefused(f"canary: {reason}")
         self._judge_canary(extent, layout, table, answers)
+
+    def _ranks_differ(self, extent: Extent, rows: int) -> dict[int, str]:
+        """Rows of a retired extent of which a tensor-parallel rank held other states, or other ids, than rank 0."""
+        assert self._arena is not None
+        control, slot, found = self._arena.control, extent.slot, {}
+        differ = control.rank_digest[slot, :rows] != control.digest[slot, :rows, None]
+        for row in np.flatnonzero(differ.any(axis=(1, 2))).tolist():
+            rank = int(differ[row].any(axis=1).argmax())
+            names = [
+                n for n, wrong in zip(("ids", *(c.name for c in self.columns)), differ[row, rank], strict=True) if wrong
+            ]
+            seen = "" if control.rank_digest[slot, row, rank].any() else " and saw nothing of the row"
+            found[row] = (
+                f"tensor-parallel rank {rank + 1} differs from rank 0 in {', '.join(names)}{seen}: {_RANKS_DIFFER}"
+            )
+        return found
 
     def _require_covered(self, extent: Extent, table: RowTable, answers: Sequence[Answer]) -> None:
         assert self._arena is not None

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
 VOCAB = 1024
@@ -43,7 +50,9 @@ def _config(family: str) -> PretrainedConfig:
             return Qwen3MoeConfig(
                 **_COMMON, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True
             )
-    raise ValueError(f"{family}: not one of {', '.join(FAMILIES)}")
+        case "glm4_moe":  # without experts, whose kernels need a GPU
+            return Glm4MoeConfig(**_COMMON, first_k_dense_replace=LAYERS, n_routed_experts=8, moe_intermediate_size=32)
+    raise ValueError(f"{family}: not one of {', '.join(FAMILIES)} and glm4_moe")
 
 
 def tiny_model(family: str, root: Path) -> Path:

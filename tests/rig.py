@@ -24,11 +24,18 @@ from ray_extract.shards.values import as_tensor
 BOUNDARIES = (2, 4, 5, models.LAYERS)  # the last one is what the final norm reads
 CHUNK = 64
 TOLERANCE = 1e-5
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 # A file to which what was measured is written, a line each; for version_suite.py.
 ERRORS = "RAY_EXTRACT_TEST_ERRORS"
 
 Ids = NDArray[np.int32]
+
+
+def with_plugin(name: str) -> dict[str, str]:
+    """Environment of an engine that loads a plugin of tests/sglang_plugins beside ours, on two cores."""
+    folders = [str(Path(__file__).parent / "sglang_plugins" / name), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, folders)), **TWO_CORES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +162,7 @@ def nothing_left() -> Iterator[None]:
     deadline = time.monotonic() + 60  # others' processes die too, and their guards clean up after them, slowly if niced
     while (left := names() - before - _names_of_others()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert not left
+    assert not left, sorted(left)
 
 
 SESSION = "RAY_EXTRACT_TEST_SESSION"

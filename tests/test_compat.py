@@ -93,7 +93,8 @@ def test_a_called_method_that_does_not_know_an_argument_is_refused_by_name(table
 
 
 def rank(**changed: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"pp_size": 1, "attn_tp_rank": 0, "attn_cp_rank": 0, "dp_rank": None, **changed})
+    places = {"pp_size": 1, "attn_tp_size": 2, "attn_tp_rank": 0, "attn_cp_rank": 0, "dp_rank": None}
+    return SimpleNamespace(**{**places, **changed})
 
 
 @pytest.fixture(params=["0.5.12", "0.5.16", "0.5.23"])
@@ -105,7 +106,9 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
             return SimpleNamespace(ps=found)
         if request.param == "0.5.12":
             getters = SimpleNamespace(
-                get_attention_tp_rank=lambda: found.attn_tp_rank, get_attention_cp_rank=lambda: found.attn_cp_rank
+                get_attention_tp_size=lambda: found.attn_tp_size,
+                get_attention_tp_rank=lambda: found.attn_tp_rank,
+                get_attention_cp_rank=lambda: found.attn_cp_rank,
             )
             modules = {"layers": {"dp_attention": getters}}
             made = SimpleNamespace(pp_size=found.pp_size, dp_rank=found.dp_rank)
@@ -122,21 +125,26 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 @pytest.mark.parametrize(
-    ("found", "index"),
+    ("found", "expected"),
+    [(rank(), (0, 0)), (rank(dp_rank=3), (3, 0)), (rank(dp_rank=3, attn_tp_rank=1), (3, 1))],
+)
+def test_a_writer_is_a_data_parallel_rank_and_a_rank_one_of_its_attention_ranks(
+    place: Any, found: Any, expected: tuple[int, int]
+) -> None:
+    assert compat.place(place(found), 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
     [
-        (rank(), 0),
-        (rank(dp_rank=3), 3),
-        (rank(dp_rank=3, attn_tp_rank=1), None),
-        (rank(attn_cp_rank=1), None),
+        (rank(pp_size=2), r"pp_size = 2: only the last pipeline stage sees the states"),
+        (rank(attn_cp_rank=1), r"attn_cp_size > 1: context parallelism does not gather"),
+        (rank(attn_tp_size=4), r"runs with 4 attention-tensor-parallel ranks, the job says 2"),
     ],
 )
-def test_of_each_data_parallel_rank_the_one_that_answers_writes(place: Any, found: Any, index: int | None) -> None:
-    assert compat.writer_index(place(found)) == index
-
-
-def test_pipeline_stages_are_refused(place: Any) -> None:
-    with pytest.raises(CaptureRefused, match=r"pp_size = 2: only the last pipeline stage sees the states"):
-        compat.writer_index(place(rank(pp_size=2)))
+def test_places_that_capture_was_not_made_for_are_refused(place: Any, found: Any, message: str) -> None:
+    with pytest.raises(CaptureRefused, match=message):
+        compat.place(place(found), 2)
 
 
 # Models whose own capture means something else

@@ -1,5 +1,5 @@
-"""The Triton kernels, in Triton's interpreter on the CPU, against the NumPy path. Triton decides when it is imported
-whether it interprets, so the kernels run in a process of their own."""
+"""The Triton kernels against the NumPy path: on a GPU where there is one, otherwise in Triton's interpreter on the CPU.
+Triton decides when it is imported whether it interprets, so the kernels run in a process of their own."""
 
 import os
 import subprocess
@@ -23,28 +23,35 @@ HIDDEN, STATES, TOKENS, MAX_TOKENS = 24, 2, 24, 64
 
 CHILD = """
 import sys
+import weakref
 from pathlib import Path
 import torch
 from ray_extract.capture.digest_cuda import SumsBuffer, device_weights
 
 folder = Path(sys.argv[1])
+device = torch.device(sys.argv[2])
 for case in torch.load(folder / "cases.pt", weights_only=False):
-    cpu = torch.device("cpu")
+    case["states"] = [state.to(device) for state in case["states"]]
     hidden, itemsize, fp8 = case["states"][0].shape[1], case["states"][0].element_size(), "FP8" in case["name"]
-    weights = device_weights(hidden + 8 if fp8 else hidden * itemsize, cpu)
-    buffer = SumsBuffer(cpu, case["max_tokens"], len(case["states"]), weights, fp8)
+    weights = device_weights(hidden + 8 if fp8 else hidden * itemsize, device)
+    buffer = SumsBuffer(device, case["max_tokens"], len(case["states"]), weights, fp8)
     for _ in range(1 + (case["name"] == "F16-whole")):  # a buffer is used again
         assert buffer.free
-        ids = case["ids"].clone()
+        ids = case["ids"].to(device, copy=True)
         buffer.take(case["work"], ids)
         ids.zero_()  # SGLang overwrites its input buffer as soon as the pass has ended
         assert not buffer.free
-        stored = buffer.launch(case["work"], case["states"])
+        states = [state.clone() for state in case["states"]]
+        held = [weakref.ref(state) for state in states]
+        stored = [state.clone() for state in buffer.launch(case["work"], states)]
         buffer.record()
+        del states
+        assert all(ref() is not None for ref in held)  # the copies may still read them
         sums = buffer.wait()
+        assert all(ref() is None for ref in held)
     sums = {"digest": sums.digest.view("int64")} | {n: getattr(sums, n) for n in ("sumsq", "amax", "nonfinite", "zero")}
     arrays = {name: torch.from_numpy(array) for name, array in sums.items()}
-    torch.save({"stored": [s.view(torch.uint8) for s in stored]} | arrays, folder / f"{case['name']}.pt")
+    torch.save({"stored": [s.view(torch.uint8).cpu() for s in stored]} | arrays, folder / f"{case['name']}.pt")
 """
 
 
@@ -92,8 +99,8 @@ WORKS = {
 
 
 @pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("interpreter")
+def computed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kernels")
     torch.save(
         [
             {"name": name, "work": work, "ids": ids_of(), "states": states, "max_tokens": MAX_TOKENS}
@@ -101,9 +108,10 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ],
         folder / "cases.pt",
     )
+    gpu = torch.cuda.is_available()
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", CHILD, str(folder), "cuda" if gpu else "cpu"],
+        env={**os.environ, "TRITON_INTERPRET": "0" if gpu else "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -131,7 +139,7 @@ def cases() -> list[tuple[str, Work, list[torch.Tensor]]]:
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case[0])
 def test_the_kernels_equal_the_reference(
-    interpreted: Path, tmp_path: Path, case: tuple[str, Work, list[torch.Tensor]]
+    computed: Path, tmp_path: Path, case: tuple[str, Work, list[torch.Tensor]]
 ) -> None:
     name, work, states = case
     hidden = states[0].shape[1]
@@ -140,7 +148,7 @@ def test_the_kernels_equal_the_reference(
     ids = ids_of()[: work.num_tokens].numpy().astype(np.int32)
     stored = [encode(s) if spec.fp8 else s for s in states]
     want: Sums = CpuCopier(AttachedArena(arena.folder))._sums(work, ids, states, stored)
-    got = torch.load(interpreted / f"{name}.pt", weights_only=False)
+    got = torch.load(computed / f"{name}.pt", weights_only=False)
     kept = [source + i for e in work.entries for source, _, count in e.pieces for i in range(count)]
     for ours, theirs in zip(got["stored"], stored, strict=True):
         assert ours[kept].equal(theirs.contiguous().view(torch.uint8)[kept])

@@ -17,7 +17,14 @@ import pytest
 
 from ray_extract.capture.arena import Arena
 from ray_extract.capture.guard import Guard
-from ray_extract.engine.process import HOST_COMMAND, EngineProcess, kill_session, mapped_shm_files, session_pids
+from ray_extract.engine.process import (
+    HOST_COMMAND,
+    EngineProcess,
+    kill_session,
+    last_words,
+    mapped_shm_files,
+    session_pids,
+)
 from ray_extract.engine.simulated import simulated_states
 from ray_extract.errors import CaptureRefused, ConfigError, EngineDied, EngineError
 
@@ -223,6 +230,19 @@ def test_a_host_that_dies_while_starting_shows_the_end_of_its_log(arena: Arena, 
         with pytest.raises(EngineError, match=r"(?s)while starting.*exit code 1.*no such weights") as caught:
             engine.wait_ready(20)
         assert str(engine.log) in str(caught.value)
+
+
+def test_a_log_shows_what_ended_a_scheduler_before_what_that_ended() -> None:
+    cause = [
+        "[t] Scheduler hit an exception: Traceback (most recent call last):",
+        '  File "a"',
+        "  f()",
+        "ValueError: why",
+    ]
+    after = [f"[t] other line {i}" for i in range(40)]
+    assert last_words(["[t] start", *cause, *after]) == [*cause, "...", *after[-25:]]
+    assert last_words(["[t] start", *cause]) == ["[t] start", *cause]
+    assert last_words(after) == after[-25:]
 
 
 def test_a_plugins_refusal_is_what_a_failed_start_says(arena: Arena, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from ray_extract.capture.arena import Arena
 from ray_extract.config import Job
 from ray_extract.engine import sglang
 from ray_extract.engine.base import check_engine
-from ray_extract.engine.sglang import server_args
+from ray_extract.engine.sglang import reserve_ports, server_args
 from ray_extract.errors import CaptureRefused, ConfigError, EngineError
 
 
@@ -157,6 +158,24 @@ def resolved(**changed: Any) -> dict[str, Any]:
     return {**good, "chunked_prefill_size": 8192, "attention_backend": "fa3", **changed}
 
 
+def test_engines_of_one_node_have_ports_of_their_own_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any of them has bound one."""
+    monkeypatch.setattr(sglang, "_PORT_BLOCKS", range(21000, 21000 + 4 * 16, 16))
+    held = [reserve_ports() for _ in range(4)]
+    assert {first for first, _ in held} == {21000, 21016, 21032, 21048}
+    with pytest.raises(EngineError, match="no 16 free ports in a row from 21000 to 21064"):
+        reserve_ports()
+    first, holder = held.pop()
+    holder.close()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", first + 7))
+        with pytest.raises(EngineError):
+            reserve_ports()
+    assert reserve_ports()[0] == first
+    for _, holder in held:
+        holder.close()
+
+
 def test_what_sglang_resolves_by_itself_is_compared_with_the_same_table() -> None:
     sglang.check_resolved("9.9", resolved())
     for name, (bad, _, reason) in REFUSED.items():
@@ -241,15 +260,15 @@ def test_a_scheduler_whose_plugin_raised_is_refused_with_its_words(arena: Arena)
 
 
 def test_a_scheduler_that_would_capture_other_boundaries_is_refused(arena: Arena) -> None:
-    write(arena, "plugin.0.json", state="ready", boundaries=[3, 6])
+    write(arena, "plugin.0.0.json", state="ready", boundaries=[3, 6])
     with pytest.raises(CaptureRefused, match=r"would capture boundaries \[3, 6\], planned are \[2, 5\]"):
         shaken(arena)
-    write(arena, "plugin.0.json", state="ready", boundaries=list(arenas.BOUNDARIES))
+    write(arena, "plugin.0.0.json", state="ready", boundaries=list(arenas.BOUNDARIES))
     shaken(arena)
 
 
 def test_memory_that_cannot_be_registered_is_an_error_and_not_a_wait(arena: Arena) -> None:
-    write(arena, "plugin.0.json", state="loaded", boundaries=list(arenas.BOUNDARIES))
+    write(arena, "plugin.0.0.json", state="loaded", boundaries=list(arenas.BOUNDARIES))
     with pytest.raises(EngineError, match="scheduler 0 had not registered its arena after 0 s"):
         shaken(arena, 0)
     write(arena, "failed.7.json", reason="RuntimeError: cudaHostRegister failed")

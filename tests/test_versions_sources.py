@@ -63,12 +63,14 @@ def test_a_batch_has_its_requests(sglang: Sources) -> None:
 
 def test_a_rank_is_read_where_this_version_has_it(sglang: Sources) -> None:
     """As compat._rank chooses."""
-    runner, read = assigned(sglang.find_class(RUNNER)), {"pp_size", "attn_tp_rank", "attn_cp_rank", "dp_rank"}
+    runner = assigned(sglang.find_class(RUNNER))
+    read = {"pp_size", "attn_tp_size", "attn_tp_rank", "attn_cp_rank", "dp_rank"}
     if "ps" in runner:
         assert read <= declared(sglang.find_class("sglang.srt.distributed.parallel_state_wrapper.ParallelState"))
     elif "dp_rank" in runner:
         assert "pp_size" in runner
-        assert {"get_attention_tp_rank", "get_attention_cp_rank"} <= sglang.functions("sglang.srt.layers.dp_attention")
+        getters = {"get_attention_tp_size", "get_attention_tp_rank", "get_attention_cp_rank"}
+        assert getters <= sglang.functions("sglang.srt.layers.dp_attention")
     else:
         assert read <= declared(sglang.find_class("sglang.srt.arg_groups.fields.parallel.Parallel"))
         assert "get_parallel" in sglang.functions("sglang.srt.runtime_context")

@@ -56,6 +56,7 @@ class ArenaSpec:
         slots: most live extents.
         max_rows: most rows of one extent.
         writers: capture writers, one for each data-parallel rank.
+        ranks: attention-tensor-parallel ranks of each, the first of which writes states and all of which digest them.
         boundaries: boundaries to capture, ascending.
         final: whether the final state is captured too, as the last one.
         dtype: safetensors code of the states as the engine computes them.
@@ -73,6 +74,7 @@ class ArenaSpec:
     dtype: str
     hidden: int
     fp8: bool = False
+    ranks: int = 1
 
     @property
     def num_states(self) -> int:
@@ -98,7 +100,7 @@ def new_nonce() -> str:
 
 COUNTERS = ("passes", "tokens", "copies", "copied_bytes", "hook_us", "wait_us")
 
-# name, dtype, shape; S = slots, R = max_rows, K = states, W = writers.
+# name, dtype, shape; S = slots, R = max_rows, K = states, W = writers, P = the other ranks of a writer.
 _FIELDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     # written by the owner, while the slot is free
     ("generation", np.uint64, ("S",)),
@@ -106,7 +108,7 @@ _FIELDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("state_base", np.uint64, ("S", "K")),  # byte offsets in `data`
     ("table_base", np.uint64, ("S", "tables")),
     # written by the plugin, while the slot is pinned; reset by the owner while it is free
-    ("busy", np.uint64, ("S", "W")),
+    ("busy", np.uint64, ("S", "B")),  # one word a rank
     ("digest", np.uint64, ("S", "R", "K1")),
     ("sumsq", np.float64, ("S", "R", "K")),
     ("amax", np.float32, ("S", "R", "K")),
@@ -114,10 +116,11 @@ _FIELDS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("zero", np.int32, ("S", "R", "K")),
     ("covered", np.uint32, ("S", "R")),
     ("fault", np.uint8, ("S", "R")),
+    ("rank_digest", np.uint64, ("S", "R", "P", "K1")),  # as `digest`, of the states that each other rank held
     # written by the plugin at any time, never reset
     ("counters", np.uint64, ("W", "C")),
 )
-_PER_ROW = ("digest", "sumsq", "amax", "nonfinite", "zero", "covered", "fault")
+_PER_ROW = ("digest", "sumsq", "amax", "nonfinite", "zero", "covered", "fault", "rank_digest")
 
 
 class Control:
@@ -135,6 +138,7 @@ class Control:
     zero: npt.NDArray[np.int32]
     covered: npt.NDArray[np.uint32]
     fault: npt.NDArray[np.uint8]
+    rank_digest: npt.NDArray[np.uint64]
     counters: npt.NDArray[np.uint64]
 
     def __init__(self, spec: ArenaSpec, buffer: mmap.mmap) -> None:
@@ -156,6 +160,8 @@ def _control_layout(spec: ArenaSpec) -> tuple[list[tuple[str, Any, tuple[int, ..
         "K": spec.num_states,
         "K1": spec.num_states + 1,
         "W": spec.writers,
+        "B": spec.writers * spec.ranks,
+        "P": spec.ranks - 1,
         "tables": len(TABLES),
     }
     fields, at = [], 0

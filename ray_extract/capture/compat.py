@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_extract.errors import CaptureRefused
 
@@ -121,26 +121,43 @@ def _resolve(path: str) -> Any:
         raise CaptureRefused(f"{path}: not in this SGLang ({error})") from None
 
 
-def writer_index(runner: Any) -> int | None:
-    """The writer that this rank is, or None if it does not answer requests.
+class Place(NamedTuple):
+    """Where a scheduler stands.
 
-    Of each data-parallel rank, the rank that sends responses writes: attention-TP 0, attention-CP 0, PP 0. So the marks
-    are published before the response in program order. Refused here: more than one pipeline stage.
+    Args:
+        writer: its data-parallel rank.
+        rank: its attention-tensor-parallel rank; 0 answers requests, so it is the one that writes states, and its marks
+            are published before the response in program order.
+    """
+
+    writer: int
+    rank: int
+
+
+def place(runner: Any, ranks: int) -> Place:
+    """Where a scheduler stands.
+
+    Args:
+        ranks: attention-tensor-parallel ranks that the arena was made for.
 
     Raises:
-        CaptureRefused: pipeline parallelism.
+        CaptureRefused: pipeline or context parallelism, or another number of ranks.
     """
-    rank = _rank(runner)
-    if rank.pp_size > 1:
-        raise CaptureRefused(f"pp_size = {rank.pp_size}: only the last pipeline stage sees the states; use tp_size")
-    if rank.attn_tp_rank != 0 or rank.attn_cp_rank != 0:
-        return None
+    found = _rank(runner)
+    if found.pp_size > 1:
+        raise CaptureRefused(f"pp_size = {found.pp_size}: only the last pipeline stage sees the states; use tp_size")
+    if found.attn_cp_rank != 0:
+        raise CaptureRefused("attn_cp_size > 1: context parallelism does not gather the captured states")
+    if found.attn_tp_size != ranks:
+        raise CaptureRefused(
+            f"the engine runs with {found.attn_tp_size} attention-tensor-parallel ranks, the job says {ranks}"
+        )
     # With data-parallel attention too: the scheduler is given its attention-DP rank under this name.
-    return int(rank.dp_rank or 0)
+    return Place(int(found.dp_rank or 0), int(found.attn_tp_rank))
 
 
 def _rank(runner: Any) -> Any:
-    """Where this scheduler stands: pp_size, attn_tp_rank, attn_cp_rank and dp_rank."""
+    """The ranks of a scheduler: pp_size, attn_tp_size, attn_tp_rank, attn_cp_rank and dp_rank."""
     if hasattr(runner, "ps"):  # 0.5.16 to 0.5.20
         return runner.ps
     if hasattr(runner, "dp_rank"):  # 0.5.12 and 0.5.14
@@ -148,6 +165,7 @@ def _rank(runner: Any) -> Any:
 
         return SimpleNamespace(
             pp_size=runner.pp_size,
+            attn_tp_size=dp_attention.get_attention_tp_size(),
             attn_tp_rank=dp_attention.get_attention_tp_rank(),
             attn_cp_rank=dp_attention.get_attention_cp_rank(),
             dp_rank=runner.dp_rank,

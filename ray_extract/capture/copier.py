@@ -124,16 +124,19 @@ class CudaCopier:
     """Copies on a side stream into registered host memory, digests by one fused kernel a state.
 
     The side stream waits for the forward stream where issue() is called, so the forward pass goes on meanwhile. The
-    sources are kept from reuse by record_stream. All staging is allocated here, before the KV cache is sized.
+    buffer holds the sources until the copies are over. All staging is allocated here, before the KV cache is sized.
 
     Args:
         arena: the attached arena.
         device: the writer's GPU.
         max_tokens: most tokens in one forward pass.
+        copies: whether there will be copies, or digests only; then the arena is not registered with CUDA.
         depth: forward passes whose copies may be under way at once; overlap scheduling needs two.
     """
 
-    def __init__(self, arena: AttachedArena, device: torch.device, max_tokens: int, depth: int = 3) -> None:
+    def __init__(
+        self, arena: AttachedArena, device: torch.device, max_tokens: int, copies: bool = True, depth: int = 3
+    ) -> None:
         from ray_extract.capture.digest_cuda import SumsBuffer, device_weights
 
         self._target = Target(arena)
@@ -149,7 +152,9 @@ class CudaCopier:
         self._registered = threading.Event()
         self._register_error: BaseException | None = None
         self._register_s = 0.0
-        threading.Thread(target=self._register, name="ray_extract-register", daemon=True).start()
+        self._copies = copies
+        if copies:
+            threading.Thread(target=self._register, name="ray_extract-register", daemon=True).start()
 
     def _register(self) -> None:
         # 2.6 GB/s, so minutes for a large arena: beside the loading of weights, not after it.
@@ -170,10 +175,13 @@ class CudaCopier:
 
         Returns:
             register_gib: what was registered; register_s: how long it took; register_wait_s: how much of that here.
+            Nothing where there are no copies.
 
         Raises:
             RuntimeError: registration failed.
         """
+        if not self._copies:
+            return {}
         start = time.monotonic()
         self._registered.wait()
         if self._register_error is not None:
@@ -212,20 +220,18 @@ class CudaCopier:
                     for k, state in enumerate(stored):
                         target = self._target.place(run, int(bases[run.slot, k]))
                         target.copy_(state[run.source : run.source + run.count], non_blocking=True)
-                for state in states:
-                    state.record_stream(self._stream)
                 buffer.record()
         except BaseException:
             # The caller unpins the extents; a copy that is under way may not outlive that.
             torch.cuda.set_sync_debug_mode("default")
             self._stream.synchronize()
-            buffer.free = True
+            buffer.release()
             raise
         if _FORBID_SYNC:
             torch.cuda.set_sync_debug_mode("default")
         return buffer
 
 
-def open_copier(arena: AttachedArena, device: torch.device, max_tokens: int) -> CpuCopier | CudaCopier:
-    """The copier for a device."""
-    return CudaCopier(arena, device, max_tokens) if device.type == "cuda" else CpuCopier(arena)
+def open_copier(arena: AttachedArena, device: torch.device, max_tokens: int, copies: bool) -> CpuCopier | CudaCopier:
+    """The copier for a device; see CudaCopier."""
+    return CudaCopier(arena, device, max_tokens, copies) if device.type == "cuda" else CpuCopier(arena)

@@ -275,6 +275,7 @@ class SumsBuffer:
             torch.empty((num_states, max_tokens, 4 * len(weights)), dtype=torch.uint8, device=device) if fp8 else None
         )
         self._entries = 0
+        self._states_held: Sequence[torch.Tensor] = ()
         self.free = True
 
     @property
@@ -294,7 +295,12 @@ class SumsBuffer:
         self._ids[: work.num_tokens].copy_(input_ids[: work.num_tokens], non_blocking=True)
 
     def launch(self, work: Work, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Queue the kernels on the current stream; returns what is to be stored of each state, [>= num_tokens, ...]."""
+        """Queue the kernels on the current stream; returns what is to be stored of each state, [>= num_tokens, ...].
+
+        The states are held until wait() or release(). Tensor.record_stream would not do: it says nothing of memory that
+        came through DLPack, as the outputs of SGLang's all-reduce do (0.5.16 `jit_kernel/all_reduce.py`).
+        """
+        self._states_held = states
         tokens, entries, k = work.num_tokens, len(work.entries), self._states
         token_arrays(work, self._host_tokens[:, :tokens].numpy())
         for i in range(3):
@@ -370,8 +376,13 @@ class SumsBuffer:
         if self._event is not None:
             self._event.synchronize()
         digest, sumsq, amax, nonfinite, zero = (t.numpy().copy() for t in self._sections(self._host_out))
-        self.free = True
+        self.release()
         return Sums(digest.view(np.uint64), sumsq, amax, nonfinite, zero)
+
+    def release(self) -> None:
+        """Give up what the pass holds, when nothing reads it any more."""
+        self._states_held = ()
+        self.free = True
 
     def _sections(self, flat: torch.Tensor) -> list[torch.Tensor]:
         e, k, at, out = self._entries, self._states, 0, []

@@ -18,7 +18,7 @@ from ray_extract.capture import compat
 from ray_extract.capture.arena import AttachedArena
 from ray_extract.capture.boundaries import final_norm, set_boundaries
 from ray_extract.capture.copier import TORCH_DTYPES, CudaCopier, open_copier
-from ray_extract.capture.plugin import report_failure, write_json
+from ray_extract.capture.plugin import plugin_record, report_failure, write_json
 from ray_extract.capture.writer import Fault, Work, Writer
 from ray_extract.errors import CaptureRefused
 
@@ -47,26 +47,25 @@ class Hooks:
         if runner.is_draft_worker:
             return original(runner, *args, **kwargs)
         try:
-            index = compat.writer_index(runner)
-            copier = None
-            if index is not None:
-                # Before the weights, so that registering the arena with CUDA goes on beside their loading.
-                tokens = (runner.server_args.chunked_prefill_size or 0) + _SLACK_TOKENS
-                copier = open_copier(self._arena, torch.device(runner.device, runner.gpu_id), tokens)
+            place = compat.place(runner, self._arena.spec.ranks)
+            # Before the weights, so that registering the arena with CUDA goes on beside their loading.
+            tokens = (runner.server_args.chunked_prefill_size or 0) + _SLACK_TOKENS
+            device = torch.device(runner.device, runner.gpu_id)
+            copier = open_copier(self._arena, device, tokens, copies=place.rank == 0)
             result = original(runner, *args, **kwargs)
             boundaries = self._configure(runner)
-            if index is not None and copier is not None:
-                self._writer = Writer(self._arena, index, copier)
-                record = {
-                    "writer": index,
-                    "pid": os.getpid(),
-                    "boundaries": list(boundaries),
-                    "dtype": self._arena.spec.dtype,
-                    "hidden": self._arena.spec.hidden,
-                    "model": type(runner.model).__name__,
-                }
-                self._announce(index, {**record, "state": "loaded"})
-                threading.Thread(target=self._report_ready, args=(copier, index, record), daemon=True).start()
+            self._writer = Writer(self._arena, place.writer, copier, place.rank)
+            record = {
+                "writer": place.writer,
+                "rank": place.rank,
+                "pid": os.getpid(),
+                "boundaries": list(boundaries),
+                "dtype": self._arena.spec.dtype,
+                "hidden": self._arena.spec.hidden,
+                "model": type(runner.model).__name__,
+            }
+            self._announce({**record, "state": "loaded"})
+            threading.Thread(target=self._report_ready, args=(copier, record), daemon=True).start()
         except BaseException as error:
             report_failure(self._folder, error)
             raise
@@ -96,17 +95,17 @@ class Hooks:
         final_norm(runner.model).register_forward_hook(self.after_final_norm)
         return (*got, layers)
 
-    def _report_ready(self, copier: Any, index: int, record: dict[str, Any]) -> None:
+    def _report_ready(self, copier: Any, record: dict[str, Any]) -> None:
         try:
             timing = copier.ready() if isinstance(copier, CudaCopier) else {}
             if timing:
                 logger.info("ray_extract: arena registered with CUDA: %s", timing)
-            self._announce(index, {**record, **timing, "state": "ready"})
+            self._announce({**record, **timing, "state": "ready"})
         except Exception as error:
             report_failure(self._folder, error)
 
-    def _announce(self, index: int, record: dict[str, Any]) -> None:
-        write_json(self._folder / f"plugin.{index}.json", record)
+    def _announce(self, record: dict[str, Any]) -> None:
+        write_json(self._folder / plugin_record(record["writer"], record["rank"]), record)
 
     def after_init_new(self, result: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         """Compare the ids of new requests with the images'."""

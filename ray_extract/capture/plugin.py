@@ -39,6 +39,11 @@ def register() -> None:
     HookRegistry.register(compat.PROCESS_RESULT, hooks.before_process_batch_result, HookType.BEFORE)
 
 
+def plugin_record(writer: int, rank: int) -> str:
+    """Name of the file in the arena's folder by which a scheduler says what it will capture."""
+    return f"plugin.{writer}.{rank}.json"
+
+
 def report_failure(folder: Path, error: BaseException) -> None:
     """Leave word of why this process will not capture; see engine.sglang.failure_reason."""
     write_json(folder / f"failed.{os.getpid()}.json", {"reason": f"{type(error).__name__}: {error}"})

@@ -6,6 +6,11 @@
 
 One writer serves one scheduler process, which calls it from one thread. Nothing here raises for what a request, a
 batch or a stale id may bring: a fault becomes a code in the control file, the row fails, and the engine lives on.
+
+The other tensor-parallel ranks run the same passes through a writer each, which copies nothing and publishes digests
+alone. The owner compares them: a state that is one rank's partial sum is another one there. Their marks are in time
+too. A pass of the first rank ends after an all-reduce in which every rank took part, so each of them had pinned the
+extent by then, and the owner reads nothing before the last pin is gone.
 """
 
 import dataclasses
@@ -163,20 +168,23 @@ class Copier(Protocol):
 
 
 class Writer:
-    """Writes one scheduler's states into the arena.
+    """Writes one scheduler's states into the arena, or as one of the other ranks their digests only.
 
     Args:
         arena: the attached arena.
-        index: this writer's busy word in every slot.
+        index: which writer.
         copier: moves bytes and computes digests.
+        rank: which tensor-parallel rank of this writer; 0 writes states.
     """
 
-    def __init__(self, arena: AttachedArena, index: int, copier: Copier) -> None:
+    def __init__(self, arena: AttachedArena, index: int, copier: Copier, rank: int = 0) -> None:
         self.arena = arena
-        self._index = index
+        self._rank = rank
+        self._busy = arena.control.busy[:, index * arena.spec.ranks + rank]
         self._copier = copier
         self._live: dict[int, _Live] = {}
-        self._counters = arena.control.counters[index]
+        counters = arena.control.counters[index]
+        self._counters = np.zeros_like(counters) if rank else counters
         self._token_bytes = copier.token_bytes
 
     def check_request(self, rid: str, input_ids: Sequence[int]) -> None:
@@ -234,7 +242,7 @@ class Writer:
                     entries.append(entry)
             if not entries:
                 return None
-            work = Work(sum(counts), entries, self._runs(entries), pinned)
+            work = Work(sum(counts), entries, [] if self._rank else self._runs(entries), pinned)
         except BaseException:
             # The owner waits for every pin before it reads the image.
             self._unpin(pinned)
@@ -304,6 +312,11 @@ class Writer:
 
     def _mark(self, work: Work, sums: Sums) -> None:
         control = self.arena.control
+        if self._rank:
+            # The owner may have retired the extent by now: it waits for this rank's pin, then reads.
+            slots, rows = [e.slot for e in work.entries], [e.row for e in work.entries]
+            control.rank_digest[slots, rows, self._rank - 1] += sums.digest
+            return
         # An entry of a retired generation is pinned, so its memory is still ours; but its marks are nobody's business.
         keep = [i for i, e in enumerate(work.entries) if int(control.generation[e.slot]) == e.generation]
         if keep:
@@ -399,10 +412,10 @@ class Writer:
         if live is not None and live.generation != generation and live.pins:
             # Work of an older generation still pins the slot: the owner cannot have made it live again.
             return False
-        control.busy[slot, self._index] = generation
+        self._busy[slot] = generation
         full_barrier()
         if int(control.generation[slot]) != generation:
-            control.busy[slot, self._index] = 0
+            self._busy[slot] = 0
             return False
         if live is None or live.generation != generation:
             live = self._live[slot] = _Live(generation, self.arena.table(slot))
@@ -415,7 +428,7 @@ class Writer:
             live.pins -= 1
             if live.pins == 0:
                 full_barrier()
-                self.arena.control.busy[slot, self._index] = 0
+                self._busy[slot] = 0
 
 
 def _micros(since: float) -> int:

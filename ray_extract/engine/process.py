@@ -24,8 +24,22 @@ from ray_extract.errors import CaptureRefused, EngineDied, EngineError
 logger = logging.getLogger(__name__)
 
 _LOG_TAIL_LINES = 25
+_EXCEPTION = " hit an exception: Traceback"  # how SGLang's processes log what ends them
 _POLL_S = 0.5
 HOST_COMMAND = (sys.executable, "-m", "ray_extract.engine.host")
+
+
+def last_words(lines: Sequence[str]) -> list[str]:
+    """The last lines of a log, behind the end of the first traceback that a scheduler logged if that is not among them.
+
+    What ends a scheduler ends the processes around it, whose tracebacks come later and name no cause.
+    """
+    tail = list(lines[-_LOG_TAIL_LINES:])
+    at = next((i for i, line in enumerate(lines) if _EXCEPTION in line), len(lines))
+    if at >= len(lines) - len(tail):
+        return tail
+    end = next((i for i in range(at + 1, len(lines)) if lines[i].startswith("[")), len(lines))
+    return [lines[at], *lines[max(at + 1, end - _LOG_TAIL_LINES) : end], "...", *tail]
 
 
 class EngineProcess:
@@ -132,8 +146,8 @@ class EngineProcess:
             self._guard.watch_file(path)
 
     def log_tail(self) -> str:
-        """The last lines of the engine's output."""
-        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        """What the engine's output says of its end."""
+        lines = last_words(self.log.read_text(errors="replace").splitlines())
         return "\n".join([f"the end of {self.log}:", *(f"  {line}" for line in lines)])
 
     def _send(self, **message: Any) -> None:

@@ -2,8 +2,11 @@
 
 import asyncio
 import inspect
+import itertools
 import json
 import os
+import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ray_extract.capture import compat
 from ray_extract.capture.arena import ArenaSpec
-from ray_extract.capture.plugin import CAPTURE_ENV
+from ray_extract.capture.plugin import CAPTURE_ENV, plugin_record
 from ray_extract.config import Job
 from ray_extract.engine.base import Answer, EngineInfo
 from ray_extract.errors import CaptureRefused, ConfigError, EngineError
@@ -21,6 +24,12 @@ _CHOSEN = ("attention_backend", "prefill_attention_backend", "kv_cache_dtype", "
 
 # Tokens of KV cache on a CPU, where SGLang would size it from the machine's whole memory.
 _CPU_KV_TOKENS = 32768
+
+# SGLang takes ports that are free when it looks, and binds them after it has loaded: of engines that start at once, one
+# may find its port taken. With DP attention it takes the same for every engine of a node, `port` + 233 and some above
+# (0.5.12 to 0.5.23 PortArgs.init_new). So each engine gets a block of its own, below what the kernel hands out.
+_PORT_DELTA, _PORTS = 233, 16
+_PORT_BLOCKS = range(20000, 30000, _PORTS)
 
 # engine.args that have a field of their own in the job.
 _OWN_FIELD = {
@@ -209,12 +218,38 @@ def server_args(job: Job) -> dict[str, Any]:
     return args | engine.args
 
 
+def reserve_ports() -> tuple[int, socket.socket]:
+    """A block of ports for one engine.
+
+    Returns:
+        The first port, and a socket that holds the block: its abstract name is known wherever the ports are, and
+        ends with the process.
+
+    Raises:
+        EngineError: every block is taken.
+    """
+    start = secrets.randbelow(len(_PORT_BLOCKS))
+    for first in (*_PORT_BLOCKS[start:], *_PORT_BLOCKS[:start]):
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0ray_extract-ports-{first}")
+            for port in range(first, first + _PORTS):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+        else:
+            return first, holder
+    raise EngineError(f"no {_PORTS} free ports in a row from {_PORT_BLOCKS.start} to {_PORT_BLOCKS.stop}")
+
+
 class SGLangEngine:
     """One sglang.Engine with the capture plugin in its schedulers."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._engine: Any = None
+        self._ports: socket.socket | None = None
         self._routes = False
 
     async def start(self, folder: Path) -> EngineInfo:
@@ -234,6 +269,9 @@ class SGLangEngine:
             EngineError: SGLang cannot be imported.
         """
         args = server_args(self._job)
+        if self._job.engine.enable_dp_attention or self._job.engine.dp_size == 1:  # other schedulers share no port
+            first, self._ports = reserve_ports()
+            args = {"port": first - _PORT_DELTA, "nccl_port": first + _PORTS - 1} | args
         if self._job.engine.device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang asks for it beside device="cpu"
         try:
@@ -317,23 +355,23 @@ async def _handshake(folder: Path, timeout_s: float) -> None:
     """
     spec = ArenaSpec.load(folder)
     deadline = time.monotonic() + timeout_s
-    for writer in range(spec.writers):
-        path = folder / f"plugin.{writer}.json"
+    for writer, rank in itertools.product(range(spec.writers), range(spec.ranks)):
+        path = folder / plugin_record(writer, rank)
+        scheduler = f"scheduler {writer}" if spec.ranks == 1 else f"scheduler {writer}, rank {rank},"
         if not path.exists():
             # SGLang logs a plugin that raises, and serves on without it.
             why = failure_reason(folder) or "SGLang's log may say why"
-            raise CaptureRefused(f"the engine started but scheduler {writer} runs without the capture plugin: {why}")
+            raise CaptureRefused(f"the engine started but {scheduler} runs without the capture plugin: {why}")
         while (record := json.loads(path.read_text()))["state"] != "ready":
             failed = failure_reason(folder)
             if failed is not None:
                 raise CaptureRefused(failed)
             if time.monotonic() > deadline:
-                raise EngineError(f"scheduler {writer} had not registered its arena after {timeout_s:.0f} s")
+                raise EngineError(f"{scheduler} had not registered its arena after {timeout_s:.0f} s")
             await asyncio.sleep(0.2)
         if tuple(record["boundaries"]) != spec.boundaries:
             raise CaptureRefused(
-                f"scheduler {writer} would capture boundaries {record['boundaries']}, planned are "
-                f"{list(spec.boundaries)}"
+                f"{scheduler} would capture boundaries {record['boundaries']}, planned are {list(spec.boundaries)}"
             )
 
 

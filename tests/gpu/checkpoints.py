@@ -52,7 +52,7 @@ _LATENT: dict[str, Any] = {
     "scoring_func": "sigmoid",
 }
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k25", "qwen3_int4", "kimi_k25_int4")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "deepseek_v3", "kimi_k25", "qwen3_fp8", "qwen3_int4", "kimi_k25_int4")
 
 # Of the int4 families: the size of a group, what the names of quantized weights hold, and the `ignore` of the config
 # that says the same. Kimi-K2.5 quantizes its routed experts only; group and patterns are those of its config.json.
@@ -70,7 +70,7 @@ def _config(family: str) -> PretrainedConfig:
     match family:
         case "llama":
             return LlamaConfig(**_COMMON, **_GROUPED)
-        case "qwen3" | "qwen3_int4":
+        case "qwen3" | "qwen3_fp8" | "qwen3_int4":
             return Qwen3Config(**_COMMON, **_GROUPED)
         case "qwen3_moe":
             return Qwen3MoeConfig(**_COMMON, **_GROUPED, **_EXPERTS, num_experts=8)
@@ -86,7 +86,7 @@ def _config(family: str) -> PretrainedConfig:
 
 
 def checkpoint(family: str, root: Path) -> Path:
-    """Folder of a seeded checkpoint in bf16, or of int4 weights with the rest in bf16."""
+    """Folder of a seeded checkpoint in bf16, or of fp8 or int4 weights with the rest in bf16."""
     target = root / family
     if target.exists():
         return target
@@ -96,13 +96,17 @@ def checkpoint(family: str, root: Path) -> Path:
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.add_(torch.randn_like(weight), alpha=0.2)
-    kimi, int4 = family.startswith("kimi"), family in _INT4
-    plain = target / "reference" if kimi or int4 else target
+    kimi, fp8, int4 = family.startswith("kimi"), family.endswith("_fp8"), family in _INT4
+    plain = target / "reference" if kimi or fp8 or int4 else target
     model.to(torch.bfloat16).save_pretrained(plain)
     if plain == target:
         return target
     config = json.loads((plain / "config.json").read_text())
     tensors = load_file(plain / "model.safetensors")
+    if fp8:
+        config["quantization_config"] = _FP8_CONFIG
+        tensors, exact = _fp8(tensors)
+        save_file(exact, plain / "model.safetensors", {"format": "pt"})
     if int4:
         size, part, ignore = _INT4[family]
         config["quantization_config"] = _int4_config(size, ignore)
@@ -158,6 +162,45 @@ def _int4(
     return packed, exact
 
 
+# DeepSeek-V3's and Qwen3's own: blocks of weights, and activations quantized as they come.
+_BLOCK = 128
+_FP8_CONFIG = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [_BLOCK, _BLOCK],
+}
+
+
+def _fp8(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Quantize the projections: e4m3 tensors with a scale a block, and the plain ones that they stand for.
+
+    Scales are powers of two, so that every value is exact in bf16.
+    """
+    quantized, exact = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "_proj.weight" not in name:
+            continue
+        rows, columns = (size // _BLOCK for size in weight.shape)
+        blocks = weight.float().view(rows, _BLOCK, columns, _BLOCK)
+        scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).log2().ceil().exp2()
+        codes = (blocks / scale).to(torch.float8_e4m3fn)
+        exact[name] = (codes.float() * scale).view_as(weight).bfloat16()
+        quantized[name] = codes.view_as(weight)
+        quantized[f"{name}_scale_inv"] = scale.view(rows, columns)
+    return quantized, exact
+
+
+def quantize_inputs(values: torch.Tensor) -> torch.Tensor:
+    """What an fp8 product reads: e4m3 with one scale for each 128 values of a token, of the size that reaches 448.
+
+    SGLang's per_token_group_quant_fp8 (0.5.16 `layers/quantization/fp8_kernel.py`).
+    """
+    groups = values.float().unflatten(-1, (-1, _BLOCK))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(values.dtype)
+
+
 def _kimi(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """A text model as part of Kimi-K2.5: its config.json and tensors, with a vision tower of one small layer.
 
@@ -210,12 +253,19 @@ def _kimi(text: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tuple[dict[
 
 
 class Reference:
-    """A checkpoint in Transformers on the GPU; the fp32 one runs on the weights as bf16 stores them."""
+    """A checkpoint in Transformers on the GPU; the fp32 one runs on the weights as bf16 stores them.
+
+    Where the engine quantizes what its products read, so does this.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         plain = folder / "reference"
         source = plain if plain.exists() else folder
         self._model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).cuda().eval()
+        if folder.name.endswith("_fp8"):
+            for name, module in self._model.named_modules():
+                if name.endswith("_proj"):
+                    module.register_forward_pre_hook(lambda _, args: (quantize_inputs(args[0]),))
 
     def states(self, ids: torch.Tensor) -> list[torch.Tensor]:
         """Boundaries 0 .. N and the final state, each [tokens, hidden] in fp32 on the GPU."""
