@@ -169,19 +169,26 @@ SESSION = "RAY_EXTRACT_TEST_SESSION"
 
 
 def _names_of_others() -> set[str]:
-    """Names in /dev/shm that living processes outside of this session use."""
+    """Names in /dev/shm that living processes outside of this session use.
+
+    A semaphore is known by its inode: the process that made it maps it under another name, which it had before.
+    """
     mark = f"{SESSION}={os.getpid()}".encode()
-    found = set()
+    found, inodes = set(), set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if int(process.name) == os.getpid() or mark in (process / "environ").read_bytes():
                 continue
-            used = [line.rpartition(" ")[2] for line in (process / "maps").read_text().splitlines()]
-            used += [str(fd.readlink()) for fd in (process / "fd").iterdir()]
+            maps = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+            used = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
         except OSError:
             continue
+        mapped = [(inode, path) for *_, inode, path in (fields for fields in maps if len(fields) == 6)]
+        inodes |= {int(inode) for inode, path in mapped if path.startswith("/dev/shm/")}
+        used += [path for _, path in mapped]
         found |= {path.split("/")[3] for path in used if path.startswith("/dev/shm/")}
-    return found
+    with os.scandir("/dev/shm") as entries:
+        return found | {entry.name for entry in entries if entry.inode() in inodes}
 
 
 def copy_out(captured: Captured) -> Result:
