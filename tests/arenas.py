@@ -31,9 +31,9 @@ class Live:
         return self.table.input_ids[self.table.cu_seqlens[row] : self.table.cu_seqlens[row + 1]]
 
 
-def make_arena(root: Path, dtype: str = "F32", writers: int = 1, fp8: bool = False) -> Arena:
+def make_arena(root: Path, dtype: str = "F32", writers: int = 1, fp8: bool = False, ranks: int = 1) -> Arena:
     return Arena.create(
-        ArenaSpec(new_nonce(), 1 << 18, SLOTS, MAX_ROWS, writers, BOUNDARIES, True, dtype, HIDDEN, fp8), root
+        ArenaSpec(new_nonce(), 1 << 18, SLOTS, MAX_ROWS, writers, BOUNDARIES, True, dtype, HIDDEN, fp8, ranks), root
     )
 
 

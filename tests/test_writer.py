@@ -442,6 +442,31 @@ def all_states(live: Live) -> npt.NDArray[np.float32]:
     )
 
 
+def test_another_rank_publishes_digests_alone_and_in_time(tmp_path: Path) -> None:
+    """Its pass is published after the owner retired the extent, which waits for it; then its marks are there."""
+    arena = make_arena(tmp_path, writers=2, ranks=3)
+    ends = [AttachedArena(arena.folder) for _ in range(3)]
+    ranks = [Writer(end, 1, CpuCopier(end), rank) for rank, end in enumerate(ends)]
+    live = open_image(arena, [6, 3])
+    works = [run_rows(writer, live, 1.0) for writer in ranks]
+    assert [bool(work.runs) for work in works] == [True, False, False]
+    for writer, work in zip(ranks[:2], works[:2], strict=True):
+        writer.publish(work)
+    retired = threading.Thread(target=arena.retire, args=(live.extent, lambda: True))
+    retired.start()
+    retired.join(0.1)
+    assert retired.is_alive()
+    ranks[2].publish(works[2])
+    retired.join(20)
+    assert not retired.is_alive()
+    control, slot = arena.control, live.extent.slot
+    digest = control.digest[slot, :2]
+    assert digest.all() and (control.rank_digest[slot, :2] == digest[:, None]).all()
+    assert not control.covered[slot, 2:].any() and control.covered[slot, :2].tolist() == [6, 3]
+    assert control.counters[1, 0] == 1 and not control.counters[0].any()
+    arena.close()
+
+
 @pytest.mark.parametrize("fenced", [True, False], ids=["with the fence", "busy words ignored"])
 def test_a_late_copy_of_one_rank_never_reaches_the_rows_of_another(tmp_path: Path, fenced: bool) -> None:
     """The second case shows that the first one could fail: without the fence, wrong rows under complete marks."""

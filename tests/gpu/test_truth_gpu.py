@@ -217,8 +217,8 @@ def fleet(
 ) -> Iterator[dict[str, Future[GpuRig]]]:
     """The engines of all selected tests, started at once; one that does not start fails the tests of its mode only."""
     root = tmp_path_factory.mktemp("gpu")
-    ratios.modes = set(MODES)
     selected = {item.callspec.params["gpu"] for item in request.session.items if isinstance(item, pytest.Function)}
+    ratios.whole = selected == set(MODES)
     modes = {name: mode for name, mode in MODES.items() if name in selected}
     folders = {family: checkpoints.checkpoint(family, root) for family in {m.family for m in modes.values()}}
     with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
