@@ -34,7 +34,7 @@ def write(name: str, rows: list[Row], command: str | None = None, join: bool = F
 
     Args:
         command: this process's own when absent.
-        join: keep the rows of other cases that are in the file, if the machine, the versions and the day are the same.
+        join: keep the rows of other cases that are in the file; `joined` then says of each case where it was run.
     """
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
@@ -46,13 +46,21 @@ def write(name: str, rows: list[Row], command: str | None = None, join: bool = F
         "command": command or " ".join(["python", *sys.argv]),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    known = json.loads(path.read_text()) if join and path.exists() else {}
-    if all(known.get(part) == record[part] for part in ("date", "machine", "versions")):
-        cases = {row.case for row in rows}
-        record["rows"] = [row for row in known["rows"] if row["case"] not in cases] + record["rows"]
-        record["command"] = "; ".join(dict.fromkeys([*known["command"].split("; "), record["command"]]))
+    if join and path.exists():
+        known, cases = json.loads(path.read_text()), {row.case for row in rows}
+        kept = [row for row in known["rows"] if row["case"] not in cases]
+        earlier = known.get("joined", {})
+        record["joined"] = {row["case"]: earlier.get(row["case"], origin(known)) for row in kept}
+        record["rows"] = kept + record["rows"]
     path.write_text(json.dumps(record, indent=1) + "\n")
     return path
+
+
+def origin(record: dict[str, Any]) -> str:
+    """By what command, when, on what and with what the figures of a result were made."""
+    gpus = ", ".join(record["machine"].get("gpus", [])) or "no GPU"
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"`{record['command']}`, {record['date']}, {gpus}, {record['machine']['cpus']} cores; {versions}."
 
 
 def machine() -> dict[str, Any]:

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from results import origin
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/performance.md"
 BLOCKS = {
@@ -42,13 +44,15 @@ def pages() -> dict[Path, str]:
 
 def section(result: dict[str, Any]) -> str:
     """One result file."""
-    gpus = ", ".join(result["machine"].get("gpus", [])) or "no GPU"
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    joined: dict[str, list[str]] = {}
+    for case, source in result.get("joined", {}).items():
+        joined.setdefault(source, []).append(case)
     lines = [
         f"## {result['name']}",
         "",
-        f"`{result['command']}`, {result['date']}, {gpus}, {result['machine']['cpus']} cores; {versions}.",
+        origin(result),
         "",
+        *(line for source, cases in joined.items() for line in (f"The cases {', '.join(cases)}: {source}", "")),
         *([result["note"], ""] if "note" in result else []),
         "| case | metric | value | unit | goal |",
         "| --- | --- | --- | --- | --- |",
