@@ -26,9 +26,10 @@ _CHOSEN = ("attention_backend", "prefill_attention_backend", "kv_cache_dtype", "
 _CPU_KV_TOKENS = 32768
 
 # SGLang takes ports that are free when it looks, and binds them after it has loaded: of engines that start at once, one
-# may find its port taken. With DP attention it takes the same for every engine of a node, `port` + 233 and some above
-# (0.5.12 to 0.5.23 PortArgs.init_new). So each engine gets a block of its own, below what the kernel hands out.
-_PORT_DELTA, _PORTS = 233, 16
+# may find its port taken. With DP attention it takes the same for every engine of a node, derived from `port`. So each
+# engine gets a block of its own, below what the kernel hands out. DP attention needs `dist_init_addr`, five ports above
+# and the one 13 above (0.5.12 to 0.5.23 PortArgs.init_new, DP_ATTENTION_HANDSHAKE_PORT_DELTA).
+_PORTS = 16
 _PORT_BLOCKS = range(20000, 30000, _PORTS)
 
 # engine.args that have a field of their own in the job.
@@ -271,7 +272,9 @@ class SGLangEngine:
         args = server_args(self._job)
         if self._job.engine.enable_dp_attention or self._job.engine.dp_size == 1:  # other schedulers share no port
             first, self._ports = reserve_ports()
-            args = {"port": first - _PORT_DELTA, "nccl_port": first + _PORTS - 1} | args
+            args = {"nccl_port": first + _PORTS - 1} | args
+            if self._job.engine.enable_dp_attention:
+                args = {"dist_init_addr": f"127.0.0.1:{first}"} | args
         if self._job.engine.device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # SGLang asks for it beside device="cpu"
         try:
