@@ -9,10 +9,12 @@ from collections.abc import Sequence
 
 from ray_extract import layout, run
 from ray_extract.config import load_job
-from ray_extract.errors import ConfigError, NotFound, RayExtractError, ShardError
-from ray_extract.ledger import Ledger, latest_manifest, orphans
+from ray_extract.console import complain, parse, tell
+from ray_extract.errors import ConfigError, RayExtractError
+from ray_extract.ledger import Ledger, orphans
 from ray_extract.plan import estimate, load_or_make_plan, show_bytes
 from ray_extract.presets import TARGETS
+from ray_extract.status import run_status
 from ray_extract.store import open_store
 
 EXIT_NOT_VERIFIED = 1
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ray-extract", description="Hidden states of large language models, at scale."
     )
-    commands = parser.add_subparsers(required=True, metavar="plan | run | status | verify | export | sweep")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     for name, action, text in (
         ("plan", _plan, "say what a job would extract and what it takes; writes nothing"),
@@ -35,24 +37,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     status = commands.add_parser("status", help="how far a run is, from its output alone")
     status.add_argument("url", help="output.url of the run")
-    status.add_argument("--json", action="store_true", help="print progress as JSON")
+    status.add_argument("--json", action="store_true", help="print it as JSON")
     status.set_defaults(action=_status)
 
     verify = commands.add_parser("verify", help="read every shard again and compare it with plan, commits and digests")
     verify.add_argument("url", help="output.url of the run")
     verify.add_argument(
-        "--recompute", type=_count, default=0, metavar="N", help="recompute N random rows with transformers"
+        "--recompute", type=_whole, default=0, metavar="N", help="recompute N random rows with transformers"
     )
     verify.add_argument("--model", metavar="PATH", help="checkpoint for --recompute")
     verify.add_argument(
         "--boundary",
-        type=_count,
+        type=_whole,
         action="append",
         default=[],
         metavar="B",
         help="recompute this state only, so load only the layers below it; may be given several times",
     )
-    verify.add_argument("--seed", type=int, default=0, help="which rows --recompute takes")
+    verify.add_argument("--seed", type=_whole, default=0, help="which rows --recompute takes")
     verify.set_defaults(action=_verify)
 
     export = commands.add_parser("export", help="write a finished run's states in the format of a trainer")
@@ -71,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--boundaries", type=_numbers, metavar="B,B,...", help="which, in the draft's order, if the run has more"
     )
     export.add_argument(
-        "--draft-vocab", type=int, metavar="D", help="write the maps of a reduced vocabulary of D tokens"
+        "--draft-vocab", type=_whole, metavar="D", help="write the maps of a reduced vocabulary of D tokens"
     )
-    export.add_argument("--vocab-size", type=int, metavar="V", help="tokens of the target's vocabulary")
-    export.add_argument("--max-length", type=int, metavar="T", help="cut rows to T tokens, as the trainer would")
+    export.add_argument("--vocab-size", type=_whole, metavar="V", help="tokens of the target's vocabulary")
+    export.add_argument("--max-length", type=_whole, metavar="T", help="cut rows to T tokens, as the trainer would")
     export.add_argument(
-        "--min-supervised", type=int, default=1, metavar="M", help="leave out rows with fewer supervised tokens"
+        "--min-supervised", type=_whole, default=1, metavar="M", help="leave out rows with fewer supervised tokens"
     )
     export.add_argument(
         "--link", action="store_true", help="speculators: leave the states in the run, for the backend ray_extract"
@@ -96,11 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--option", action="append", default=[], metavar="KEY=VALUE", help="as output.storage_options of the job"
         )
 
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     try:
         code: int = args.action(args)
     except RayExtractError as error:
-        sys.stderr.write(f"error: {error}\n")
+        complain(error)
         return error.exit_code
     return code
 
@@ -112,7 +114,7 @@ def _plan(args: argparse.Namespace) -> int:
     index, units = load_or_make_plan(open_store(f"memory://ray_extract-plan-{uuid.uuid4().hex}"), job, shape, size)
     arena = job.run.arena_bytes or run.arena_size(units, job.run.units_in_flight)
     states = ", ".join([*map(str, boundaries), *(["final"] if job.capture.final else [])])
-    _print(
+    tell(
         f"model       {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden}, {shape.dtype}",
         f"states      {states}",
         *estimate(index, units, size).lines(),
@@ -126,34 +128,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    store = open_store(args.url, _options(args.option))
-    try:
-        progress = json.loads(store.get(layout.PROGRESS_KEY))
-    except NotFound:
-        raise NotFound(
-            f"{args.url}: no {layout.PROGRESS_KEY} there; not the output of a run, or none has begun"
-        ) from None
-    except ValueError:
-        progress = None
-    if not isinstance(progress, dict) or not progress.keys() >= {"state", "time", "units", "tokens"}:
-        raise ShardError(f"{args.url}: {layout.PROGRESS_KEY} is damaged; the run writes it anew, and verify needs none")
-    if args.json:
-        _print(json.dumps(progress, indent=2))
-        return 0
-    manifest = latest_manifest(store)
-    committed = len(Ledger(store).committed_units())
-    state = progress["state"]
-    if store.head(layout.SUCCESS_KEY):
-        whole = committed == progress["units"]
-        state = "complete" if whole else "damaged: it was complete, and commits are gone; run it again"
-    _print(
-        f"state       {state} (at {progress['time']})",
-        f"units       {committed} of {progress['units']} committed",
-        f"tokens      {progress['tokens_committed']:,} of {progress['tokens']:,}",
-        f"speed       {progress['tokens_per_s']:,.0f} tokens/s, {progress['engines_ready']} engines ready",
-        f"failed rows {progress['rows_failed']}",
-        f"manifest    {manifest or 'none yet'}",
-    )
+    status = run_status(open_store(args.url, _options(args.option)))
+    tell(*([json.dumps(status.to_json(), indent=2)] if args.json else status.lines()))
     return 0
 
 
@@ -169,7 +145,7 @@ def _verify(args: argparse.Namespace) -> int:
         model_path=args.model,
         boundaries=args.boundary,
     )
-    _print(*report.lines())
+    tell(*report.lines())
     return 0 if report.ok else EXIT_NOT_VERIFIED
 
 
@@ -193,7 +169,7 @@ def _export(args: argparse.Namespace) -> int:
             storage_options=_options(args.option),
         )
     )
-    _print(*report.lines())
+    tell(*report.lines())
     return 0
 
 
@@ -205,21 +181,25 @@ def _sweep(args: argparse.Namespace) -> int:
     for item in lost:
         if args.delete:
             store.delete(item.key)
-        _print(f"{'deleted' if args.delete else 'lost'}  {item.key}  {show_bytes(item.size)}")
+        tell(f"{'deleted' if args.delete else 'lost'}  {item.key}  {show_bytes(item.size)}")
     did = "deleted" if args.delete else "would be deleted with --delete"
-    _print(f"{len(lost):,} shards, {show_bytes(sum(item.size for item in lost))}, {did}")
+    tell(f"{len(lost):,} shards, {show_bytes(sum(item.size for item in lost))}, {did}")
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
-
-
-def _count(text: str) -> int:
-    number = int(text)
+def _whole(text: str) -> int:
+    """A whole number, not negative. Of a ValueError argparse would make a message that names this function."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{number}: must not be negative")
+        raise argparse.ArgumentTypeError(f"{text!r}: must not be negative")
     return number
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_whole(part) for part in text.split(","))
 
 
 def _options(items: Sequence[str]) -> dict[str, str]:
@@ -227,13 +207,9 @@ def _options(items: Sequence[str]) -> dict[str, str]:
     for item in items:
         key, equals, value = item.partition("=")
         if not key or not equals:
-            raise ConfigError(f"--option {key}: looks like KEY=VALUE")
+            raise ConfigError(f"--option {key!r}: must be KEY=VALUE")
         options[key] = value
     return options
-
-
-def _print(*lines: str) -> None:
-    sys.stdout.write("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

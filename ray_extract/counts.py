@@ -21,7 +21,7 @@ from ray_extract.layout import COUNTS_KEY
 from ray_extract.ledger import RowHead
 from ray_extract.records import Receipt
 from ray_extract.store import Store
-from ray_extract.tensors import make_header, stored_header
+from ray_extract.tensors import WRITTEN_AGAIN, make_header, stored_header
 
 FORMAT, VERSION = "ray_extract token counts", "1"
 
@@ -126,7 +126,7 @@ def read_counts(store: Store) -> tuple[TokenCounts, str]:
         if (dtype, dimensions) != ("I64", 1):
             raise ValueError(f"{dtype} of {dimensions} dimensions")
     except (KeyError, ValueError) as error:
-        raise ShardError(f"{store.url}/{COUNTS_KEY}: damaged: {error}") from None
+        raise ShardError(f"{store.url}/{COUNTS_KEY}: damaged: {error}; {WRITTEN_AGAIN}") from None
     arrays = [
         np.frombuffer(store.get_range(COUNTS_KEY, place.offset, place.nbytes), "<i8").astype(np.int64)
         for place in places
@@ -153,4 +153,4 @@ def count_problems(store: Store, counts: TokenCounts, manifest: str | None) -> I
         yield f"{COUNTS_KEY}: of {of}, and {manifest} is the latest; run the same command again"
     counts.grow(len(stored.all))
     if not stored.equal(counts):
-        yield f"{COUNTS_KEY}: not the counts of the rows that are ok"
+        yield f"{COUNTS_KEY}: not the counts of the rows that are ok; {WRITTEN_AGAIN}"

@@ -8,7 +8,10 @@ RayExtractError
 ├── StoreError             retry  the object store failed in a way that may pass
 │   ├── AlreadyExists      skip   create-if-absent lost: somebody else wrote this key
 │   ├── NotFound           stop   the object, bucket or folder does not exist
-│   ├── AccessDenied       stop   credentials are missing, wrong or expired
+│   ├── Throttled          retry  the store asks for fewer requests
+│   ├── AccessDenied       stop   credentials are missing or wrong, or may not do this
+│   │   ├── CredentialsExpired    they were right
+│   │   └── ClockSkew             this machine's clock is wrong, so that signatures are
 │   └── OutOfSpace         stop   the disk or quota is full
 ├── ArenaError             stop   /dev/shm is too small, or the control file is not ours
 ├── CaptureRefused         stop   this engine, model or option cannot be captured correctly
@@ -78,10 +81,22 @@ class NotFound(StoreError):  # noqa: N818
     verdict = Verdict.STOP
 
 
+class Throttled(StoreError):  # noqa: N818
+    """The store is asked for more than it gives, and may give it later."""
+
+
 class AccessDenied(StoreError):  # noqa: N818
     """The store refused these credentials."""
 
     verdict = Verdict.STOP
+
+
+class CredentialsExpired(AccessDenied):
+    """Temporary credentials have ended, and there are no new ones where they came from."""
+
+
+class ClockSkew(AccessDenied):
+    """The machine's clock is further off than the store lets signatures be."""
 
 
 class OutOfSpace(StoreError):  # noqa: N818

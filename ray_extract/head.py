@@ -22,7 +22,7 @@ from ray_extract.errors import AlreadyExists, ConfigError, ShardError
 from ray_extract.layout import HEAD_KEY
 from ray_extract.model import ModelShape
 from ray_extract.store import Store
-from ray_extract.tensors import ITEMSIZE, Header, make_header, stored_header
+from ray_extract.tensors import ITEMSIZE, WRITTEN_AGAIN, Header, make_header, stored_header
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def write_head(store: Store, job: Job, shape: ModelShape) -> bool:
             return True
     there = read_header(store)
     if there.metadata["model_fingerprint"] != shape.fingerprint:
-        raise ShardError(f"{store.url}/{HEAD_KEY}: of another model than the run's; delete it and run the same command")
+        raise ShardError(f"{store.url}/{HEAD_KEY}: of another model than the run's; {WRITTEN_AGAIN}")
     return True
 
 
@@ -118,7 +118,10 @@ def read_header(store: Store) -> Header:
     header = stored_header(store, HEAD_KEY, FORMAT, VERSION)
     wanted = {"lm_head", "norm"} | (set() if header.metadata.get("tied") == "true" else {"embed_tokens"})
     if set(header.tensors) != wanted or not {"model_fingerprint", "sha256", "config"} <= set(header.metadata):
-        raise ShardError(f"{store.url}/{HEAD_KEY}: holds {', '.join(header.tensors)}; expected {', '.join(wanted)}")
+        raise ShardError(
+            f"{store.url}/{HEAD_KEY}: damaged: it holds {', '.join(header.tensors)}, not "
+            f"{', '.join(sorted(wanted))} and what describes them; {WRITTEN_AGAIN}"
+        )
     return header
 
 
@@ -137,13 +140,13 @@ def head_problems(store: Store, fingerprint: str, hidden: int) -> Iterator[str]:
         yield str(error)
         return
     if header.metadata["model_fingerprint"] != fingerprint:
-        yield f"{HEAD_KEY}: of another model than the run's"
+        yield f"{HEAD_KEY}: of another model than the run's; {WRITTEN_AGAIN}"
     if header.tensors["norm"].shape != (hidden,):
         yield f"{HEAD_KEY}: norm has the shape {header.tensors['norm'].shape}, the states have {hidden} elements"
     starts = range(len(header.text), header.nbytes, _BLOCK)
     blocks = (store.get_range(HEAD_KEY, at, min(_BLOCK, header.nbytes - at)) for at in starts)
     if _sha256(blocks) != header.metadata["sha256"]:
-        yield f"{HEAD_KEY}: its bytes are not those that were written"
+        yield f"{HEAD_KEY}: its bytes are not those that were written; {WRITTEN_AGAIN}"
 
 
 def _blocks(found: HeadTensors) -> Iterator[bytes]:

@@ -4,6 +4,9 @@ import dataclasses
 import time
 from typing import Any
 
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+"""Of progress.json, in UTC."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -50,7 +53,7 @@ class Snapshot:
         return {
             "version": 1,
             "state": state,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "time": time.strftime(TIME_FORMAT, time.gmtime()),
             **dataclasses.asdict(self),
             "eta_s": self.eta_s,
         }
@@ -67,12 +70,13 @@ class Snapshot:
             f"failed rows {self.rows_failed}" if self.rows_failed else "",
             f"given up {self.units_given_up}" if self.units_given_up else "",
             f"restarts {self.restarts}" if self.restarts else "",
-            f"{_clock(self.eta_s)} to go" if self.eta_s is not None else "",
+            f"{show_seconds(self.eta_s)} to go" if self.eta_s is not None else "",
         ]
         return " · ".join(part for part in parts if part)
 
 
-def _clock(seconds: float) -> str:
+def show_seconds(seconds: float) -> str:
+    """Seconds for people: `2h46m`, or `0m05s`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import ray_extract
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import Job, load_job
+from ray_extract.console import complain, parse, tell
 from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.chat import template_fingerprint
 from ray_extract.dataset.prepare import PreparedRow
@@ -313,19 +314,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ray_extract.run", description=__doc__.splitlines()[0])
     add_job_arguments(parser)
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
     try:
         with _interruptible():
             job = load_job(args.config, overrides(args))
             summary = run(job)
     except RayExtractError as error:
-        sys.stderr.write(f"error: {error}\n")
+        complain(error)
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("error: ended at once, on request; run the same command again to go on\n")
+        complain("ended at once, on request; run the same command again to go on")
         return Drained.exit_code
-    sys.stdout.write("\n".join(summary_lines(job, summary)) + "\n")
+    tell(*summary_lines(job, summary))
     return exit_code(job, summary.totals)
 
 

@@ -11,18 +11,25 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import logging
 import os
 import random
+import re
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
 import urllib3
 from obstore.store import S3Store as ObstoreS3
 
-from ray_extract.errors import AccessDenied, ConfigError, StoreError
-from ray_extract.store import PART_BYTES, Buffer, FsspecStore, ObjectInfo, Store, Upload
+from ray_extract.errors import AccessDenied, ConfigError, CredentialsExpired, StoreError
+from ray_extract.store import PART_BYTES, Buffer, FsspecStore, ObjectInfo, Store, Upload, translate
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from obstore.store import S3Credential
@@ -89,7 +96,8 @@ def settings(options: Mapping[str, Any], environ: Mapping[str, str]) -> S3Settin
         *(environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")),
     )
     if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"storage_options.endpoint = {endpoint!r}: must start with http:// or https://")
+        shown = endpoint.rpartition("@")[2]  # before it may be a password
+        raise ConfigError(f"storage_options.endpoint = {shown!r}: must start with http:// or https://")
     return S3Settings(
         endpoint=endpoint,
         region=_first(options.get("region"), environ.get("AWS_REGION"), environ.get("AWS_DEFAULT_REGION"))
@@ -115,9 +123,9 @@ def _first(*values: Any) -> str | None:
 
 def _flag(options: Mapping[str, Any], name: str) -> bool:
     value = options.get(name, False)
-    if not isinstance(value, bool):
+    if not isinstance(value, bool) and value not in ("true", "false"):  # as a command line has it
         raise ConfigError(f"storage_options.{name} = {value!r}: must be true or false")
-    return value
+    return value in (True, "true")
 
 
 def open_s3(url: str, options: Mapping[str, Any]) -> Store:
@@ -169,14 +177,21 @@ class S3Store(Store):
         self.bucket = bucket
         self.prefix = prefix
         self.config = config
+        self._renewals = 0
+        self._renewing = threading.Lock()
+        self._used: Any = None  # the credentials of the chain that obstore has
+        self._store = self._open()
+
+    def _open(self) -> ObstoreS3:
+        config = self.config
         given = {
             "aws_endpoint_url_s3": config.endpoint,  # `endpoint` would lose to the environment
             "server_side_encryption": config.server_side_encryption,
             "sse_kms_key_id": config.sse_kms_key_id,
         }
-        self._store = ObstoreS3(
-            bucket,
-            prefix=prefix or None,
+        return ObstoreS3(
+            self.bucket,
+            prefix=self.prefix or None,
             config={  # type: ignore[arg-type]
                 **{name: value for name, value in given.items() if value},
                 "region": config.region,
@@ -216,17 +231,17 @@ class S3Store(Store):
                 "token": config.session_token,
                 "expires_at": None,
             }
-        found = self._session.get_credentials()
+        found = self._chain()
         if found is None:
             raise AccessDenied(
                 f"{self.url}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, or "
                 "storage_options.skip_signature = true for a public bucket"
             )
-        frozen = found.get_frozen_credentials()
+        self._used = found
         return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
             # botocore renews temporary ones some minutes before they end, so ask again soon.
             "expires_at": datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=5),
         }
@@ -237,12 +252,62 @@ class S3Store(Store):
 
         return botocore.session.get_session()
 
+    def _chain(self) -> Any:
+        """The credentials of AWS's chain, or None; from now on no error shows them."""
+        found = self._session.get_credentials()
+        if found is None:
+            return None
+        frozen = found.get_frozen_credentials()
+        new = {value for value in (frozen.secret_key, frozen.token) if value} - set(self._secrets)
+        self._secrets = (*self._secrets, *new)
+        return frozen
+
+    def _renewed(self, action: Callable[[], T]) -> T:
+        """Do something on the store; once more, if the credentials have expired and there are new ones.
+
+        Those of a machine's or a pod's role renew themselves in time. A profile that somebody writes anew is read anew
+        here. Of given ones, and those in the environment, there are no new ones.
+        """
+        before = self._renewals
+        try:
+            return action()
+        except Exception as error:
+            if not isinstance(translate(error, self.url), CredentialsExpired) or not self._renew(before):
+                raise
+        return action()
+
+    def _renew(self, before: int) -> bool:
+        """Whether there are other credentials than after this many renewals."""
+        import botocore.exceptions  # type: ignore[import-untyped]
+        import botocore.session
+
+        with self._renewing:
+            if self._renewals != before:
+                return True
+            if self.config.access_key_id or self.config.skip_signature:
+                return False
+            session = botocore.session.get_session()  # the old one has read its files
+            try:
+                found = session.get_credentials()
+                if found is None or found.get_frozen_credentials() == self._used:
+                    return False
+            except botocore.exceptions.BotoCoreError:
+                return False
+            log.info("%s: the credentials have expired, and there are new ones", self.url)
+            self._session = session
+            self.__dict__.pop("_client", None)
+            self._store = self._open()
+            self._renewals += 1
+            return True
+
     @functools.cached_property
     def _client(self) -> Any:
         """botocore's client, for uploads in parts and for deleting; safe to share between threads."""
         import botocore
         from botocore.config import Config  # type: ignore[import-untyped]
 
+        if not (self.config.access_key_id or self.config.skip_signature):
+            self._chain()
         return self._session.create_client(
             "s3",
             region_name=self.config.region,
@@ -287,6 +352,9 @@ class S3Store(Store):
         if data.nbytes > SINGLE_PUT_BYTES:
             self._put_slices(key, data, create)
             return
+        self._renewed(lambda: self._put_whole(key, data, create))
+
+    def _put_whole(self, key: str, data: memoryview, create: bool) -> None:
         if not create:
             obstore.put(self._store, key, data, use_multipart=False)
             return
@@ -343,16 +411,27 @@ class S3Store(Store):
         return _S3Upload(self, key, create)
 
     def _get(self, key: str) -> bytes:
-        return bytes(obstore.get(self._store, key).bytes())
+        return self._renewed(lambda: bytes(obstore.get(self._store, key).bytes()))
 
     def _get_range(self, key: str, start: int, length: int) -> Buffer:
-        return memoryview(obstore.get_range(self._store, key, start=start, length=length))
+        return self._renewed(lambda: memoryview(obstore.get_range(self._store, key, start=start, length=length)))
 
     def _size(self, key: str) -> int:
-        return obstore.head(self._store, key)["size"]
+        return self._renewed(lambda: self._head(key))
+
+    def _head(self, key: str) -> int:
+        try:
+            return obstore.head(self._store, key)["size"]
+        except obstore.exceptions.BaseError as error:
+            # The answer to a HEAD has no body to say why; that to a GET has.
+            if re.search("status code: 40[013]", str(error)):
+                obstore.get_range(self._store, key, start=0, length=1)
+            raise
 
     def _list(self, folder: str, recursive: bool) -> Iterator[ObjectInfo]:
-        prefix = folder or None
+        yield from self._renewed(lambda: list(self._objects(folder or None, recursive)))
+
+    def _objects(self, prefix: str | None, recursive: bool) -> Iterator[ObjectInfo]:
         if recursive:
             for batch in obstore.list(self._store, prefix):
                 for item in batch:
@@ -363,7 +442,7 @@ class S3Store(Store):
 
     def _delete(self, key: str) -> None:
         # Not obstore's: it deletes by a POST of a list, and gives up when the connection is lost once.
-        self._client.delete_object(Bucket=self.bucket, Key=self._full(key))
+        self._renewed(lambda: self._client.delete_object(Bucket=self.bucket, Key=self._full(key)))
 
 
 class Multipart:
@@ -375,13 +454,15 @@ class Multipart:
         self._target = {"Bucket": store.bucket, "Key": store._full(key)}
         config = store.config
         extra = {"ServerSideEncryption": config.server_side_encryption, "SSEKMSKeyId": config.sse_kms_key_id}
-        started = store._client.create_multipart_upload(
-            **self._target, **{name: value for name, value in extra.items() if value}
-        )
+        given = {name: value for name, value in extra.items() if value}
+        started = store._renewed(lambda: store._client.create_multipart_upload(**self._target, **given))
         self._target["UploadId"] = started["UploadId"]
 
     def send(self, number: int, data: Any) -> str:
         """Send part `number` (from 1), any buffer; returns its ETag."""
+        return self._store._renewed(lambda: self._send(number, data))
+
+    def _send(self, number: int, data: Any) -> str:
         url = self._store._client.generate_presigned_url(
             "upload_part", Params={**self._target, "PartNumber": number}, ExpiresIn=3600
         )
@@ -398,11 +479,9 @@ class Multipart:
 
     def complete(self, tags: list[str]) -> None:
         """Make the object visible from its parts 1, 2, ..., unless the key was taken meanwhile."""
-        self._store._client.complete_multipart_upload(
-            **self._target,
-            MultipartUpload={"Parts": [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]},
-            **({"IfNoneMatch": "*"} if self._create else {}),
-        )
+        parts = [{"PartNumber": i, "ETag": tag} for i, tag in enumerate(tags, 1)]
+        given = {"MultipartUpload": {"Parts": parts}, **({"IfNoneMatch": "*"} if self._create else {})}
+        self._store._renewed(lambda: self._store._client.complete_multipart_upload(**self._target, **given))
 
     def abort(self) -> None:
         """Drop the parts."""

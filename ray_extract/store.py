@@ -25,18 +25,21 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import fsspec
 
 from ray_extract.errors import (
     AccessDenied,
     AlreadyExists,
+    ClockSkew,
     ConfigError,
+    CredentialsExpired,
     NotFound,
     OutOfSpace,
     RayExtractError,
     StoreError,
+    Throttled,
     Verdict,
 )
 
@@ -454,14 +457,14 @@ class FsspecStore(Store):
     """Any other URL, through fsspec. A buffer is copied once, since backends take only bytes."""
 
     def __init__(self, url: str, options: Mapping[str, Any], *, secret_values: Iterable[str] | None = None) -> None:
-        super().__init__(url.rstrip("/"), _strings(options) if secret_values is None else secret_values)
+        super().__init__(url.rstrip("/"), secrets_of(options) if secret_values is None else secret_values)
         scheme = url.partition("://")[0]
         try:
             self._fs, root = fsspec.core.url_to_fs(url, **options)
         except ImportError as error:
             raise ConfigError(f"{url}: {error}") from None
         except (ValueError, TypeError, KeyError, OSError) as error:
-            shown = _scrub(str(error), self._secrets)
+            shown = scrub(str(error), self._secrets)
             raise ConfigError(f"{url}: fsspec cannot open it with storage_options {sorted(options)}: {shown}") from None
         self._root = str(root).rstrip("/")
         self._memory = scheme == "memory"
@@ -544,38 +547,50 @@ class _FsspecUpload(Upload):
             self._file.discard()
 
 
-def _strings(options: Mapping[str, Any]) -> list[str]:
-    """Every string in the options, as a secret: fsspec's backends name theirs in too many ways to list."""
+def secrets_of(options: Mapping[str, Any]) -> list[str]:
+    """Every string in the options of fsspec, as a secret: its backends name theirs in too many ways to list."""
     values: list[str] = []
     for value in options.values():
         if isinstance(value, Mapping):
-            values += _strings(value)
+            values += secrets_of(value)
         elif isinstance(value, str) and len(value) >= 6 and "://" not in value:
             values.append(value)
     return values
 
 
-_DENIED_CODES = {
-    "AccessDenied",
-    "ExpiredToken",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "RequestTimeTooSkewed",
-    "SignatureDoesNotMatch",
-    "TokenRefreshRequired",
+_KNOWN: dict[type[StoreError], tuple[str | int, ...]] = {
+    CredentialsExpired: (
+        *("ExpiredToken", "InvalidToken", "InvalidTokenId", "TokenRefreshRequired"),
+        *("SSOTokenLoadError", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
+    ),
+    ClockSkew: ("RequestTimeTooSkewed",),
+    OutOfSpace: (
+        *("InsufficientStorage", "QuotaExceeded", "BucketQuotaExceeded"),
+        *("XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", 507, errno.ENOSPC, errno.EDQUOT),
+    ),
+    Throttled: (
+        *("SlowDown", "SlowDownRead", "SlowDownWrite", "TooManyRequests", 429),
+        *("RequestLimitExceeded", "Throttling", "ThrottlingException"),
+    ),
+    AccessDenied: (
+        *("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", 401, 403),
+        *("CredentialRetrievalError", "NoAuthTokenError", "NoCredentialsError", "PartialCredentialsError"),
+        *("PermissionDeniedError", "ProfileNotFound", "UnauthenticatedError"),
+        *("PermissionError", errno.EACCES, errno.EPERM, errno.EROFS),
+    ),
 }
-_DENIED_TYPES = {
-    "CredentialRetrievalError",
-    "NoAuthTokenError",
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "PermissionDeniedError",
-    "ProfileNotFound",
-    "SSOTokenLoadError",
-    "TokenRetrievalError",
-    "UnauthenticatedError",
+"""What an error is known by: codes of S3, MinIO and Ceph, statuses of HTTP, names of exceptions, numbers of errno."""
+_KIND_OF = {mark: kind for kind, marks in _KNOWN.items() for mark in marks}
+
+_MEANS: dict[type[StoreError], str] = {
+    CredentialsExpired: (
+        "the credentials have expired, or the session token is of others; get new ones and run the same command, which "
+        "goes on from there"
+    ),
+    OutOfSpace: "no space left; free some, or raise the quota, and run the same command, which goes on from there",
+    Throttled: "the store asks for fewer requests; later tries may succeed, and fewer engines ask for less",
+    AccessDenied: "access denied; check the credentials and what they may do",
 }
-_FULL_CODES = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"}
 
 
 def translate(error: Exception, where: str, secret_values: Iterable[str] = ()) -> StoreError:
@@ -591,21 +606,32 @@ def translate(error: Exception, where: str, secret_values: Iterable[str] = ()) -
     names = {cls.__name__ for cls in type(error).__mro__}
     number = error.errno if isinstance(error, OSError) else None
     status, code, message = _answer(error)
-    text = _scrub(message, secret_values)
+    text = scrub(message, secret_values)
     # s3fs gives errno 22 to a lost create, and to a dozen other refusals; the server's answer tells them apart.
     if names & {"FileExistsError", "AlreadyExistsError", "PreconditionError"} or status == 412:
         return AlreadyExists(f"{where}: exists already")
-    if names & _DENIED_TYPES or code in _DENIED_CODES or number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return AccessDenied(f"{where}: access denied; check the credentials and what they may do: {text}")
-    if "PermissionError" in names or status in (401, 403):
-        return AccessDenied(f"{where}: access denied; check the credentials and what they may do: {text}")
-    if number in (errno.ENOSPC, errno.EDQUOT) or code in _FULL_CODES or status == 507:
-        return OutOfSpace(f"{where}: no space left; free some or choose another output.url: {text}")
+    # The code first: a quota is a 403 at some, and an expired token a 400.
+    kind = next((_KIND_OF[mark] for mark in (code, number, *names, status) if mark in _KIND_OF), None)
+    if kind is ClockSkew:
+        return ClockSkew(f"{where}: {_clocks(error)}")
+    if kind is not None:
+        return kind(f"{where}: {_MEANS[kind]}: {text}")
     if code == "NoSuchBucket":
         return NotFound(f"{where}: no such bucket; create it or correct the URL")
     if names & {"FileNotFoundError", "NotADirectoryError"} or status == 404:
         return NotFound(f"{where}: not found: {text}")
     return StoreError(f"{where}: {type(error).__name__}: {text}")
+
+
+def _clocks(error: Exception) -> str:
+    """What a refusal for its time says of the two clocks."""
+    told = str(getattr(error, "response", None) or getattr(error.__cause__, "response", None) or error)
+    ours, theirs = (re.search(rf"{name}\W+([\w:.-]+)", told) for name in (r"RequestTime\b", r"ServerTime\b"))
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return (
+        f"this machine's clock is wrong: it says {ours[1] if ours else now}, and the store's "
+        f"{theirs[1] if theirs else 'another time'}; set it (ntp, chrony) and run the same command"
+    )
 
 
 def _answer(error: Exception) -> tuple[int | None, str | None, str]:
@@ -618,15 +644,17 @@ def _answer(error: Exception) -> tuple[int | None, str | None, str]:
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
     message = re.search(r"<Message>([^<]*)</Message>", text)
-    status = getattr(error, "status", None)
+    said = re.search(r"status code: (\d{3})", text)
+    status = getattr(error, "status", None) or (int(said[1]) if said else None)
     if code:
         return status, code[1], f"{code[1]}: {message[1] if message else ''}"
     return status, None, text.partition("\n\nDebug source")[0]
 
 
-def _scrub(text: str, secret_values: Iterable[str]) -> str:
-    """One line of at most 300 characters without secrets and without the queries of signed URLs."""
+def scrub(text: str, secret_values: Iterable[str]) -> str:
+    """One line of at most 300 characters without secrets, passwords in URLs, and queries of signed ones."""
     for value in secret_values:
-        text = text.replace(value, "***")
+        text = text.replace(value, "***").replace(quote(value, safe=""), "***")
     text = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", text)
+    text = re.sub(r"://[^\s/@]+@", "://", text)
     return " ".join(text.split())[:300]

@@ -12,6 +12,9 @@ from typing import Any
 from ray_extract.errors import NotFound, ShardError
 from ray_extract.store import Store
 
+WRITTEN_AGAIN = "delete it and run the same command, which writes it again"
+"""What to do about a damaged one of the objects that stored_header reads."""
+
 MAX_HEADER_BYTES = 100_000_000
 """What the format allows."""
 
@@ -117,7 +120,7 @@ def stored_header(store: Store, key: str, format: str, version: str) -> Header:
     try:
         header = parse_header(lambda start, length: store.get_range(key, start, min(length, size - start)), size)
     except ValueError as error:
-        raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
+        raise ShardError(f"{store.url}/{key}: damaged: {error}; {WRITTEN_AGAIN}") from None
     found = header.metadata.get("format"), header.metadata.get("version")
     if found != (format, version):
         raise ShardError(

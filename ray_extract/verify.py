@@ -3,7 +3,7 @@
 run.json    whose it is, and which states it has
 plan/       the prepared rows: token ids, masks, which rows are usable, which unit each is in
 commits/    one for each unit; its shard's size, digests, failed rows, hash of all bytes that are not states
-shards/     each committed one: the same rows, ids, masks and spans as prepared; every digest recomputed
+shards/     each committed one: the same rows, ids, masks and spans as prepared; every digest and statistic recomputed
 manifest    what rows, plan and commits say, once more
 head.safetensors, token-counts.safetensors, if they are there
 """
@@ -78,6 +78,8 @@ class VerifyReport:
         model_note: why the checkpoint could not be compared with the run's, if it could not.
         problems: the first MAX_PROBLEMS.
         problem_count: all of them.
+        damaged: units whose shard or commit is wrong.
+        stale: whether the manifest, or what goes with it, is not what plan and commits say.
     """
 
     url: str
@@ -98,6 +100,8 @@ class VerifyReport:
     model_note: str = ""
     problems: list[str] = dataclasses.field(default_factory=list)
     problem_count: int = 0
+    damaged: list[str] = dataclasses.field(default_factory=list)
+    stale: bool = False
 
     @property
     def ok(self) -> bool:
@@ -128,8 +132,23 @@ class VerifyReport:
             *(f"          {error}{'' if error.ok else '  <-- too far'}" for error in self.errors),
             *(f"PROBLEM   {problem}" for problem in self.problems),
             *([f"          and {more:,} problems more"] if more else []),
+            *self._remedies(),
             "verified: everything agrees" if self.ok else f"NOT verified: {self.problem_count:,} problems",
         ]
+
+    def _remedies(self) -> list[str]:
+        """What to do, as far as it mends what is wrong."""
+        if len(self.damaged) == self.committed > 1:
+            return [
+                f"to mend   all shards are wrong; if {layout.RUN_KEY} and the URL are the run's, delete all files in "
+                f"{layout.COMMITS_PREFIX} and run the job again, which extracts all rows anew"
+            ]
+        lines = [f"to mend   delete {layout.commit_key(unit)}" for unit in self.damaged[:MAX_PROBLEMS]]
+        if len(lines) < len(self.damaged):
+            lines.append(f"          and those of {len(self.damaged) - len(lines):,} units more, once these are mended")
+        if lines:
+            return [*lines, "          and run the job again, which extracts their rows anew"]
+        return ["to mend   run the job again, which writes the next manifest"] if self.stale else []
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,6 +170,7 @@ class _Checked:
     kept: int = 0
     nbytes: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
+    damaged: bool = False
 
 
 def verify(
@@ -198,6 +218,8 @@ def verify(
         for unit, found in zip(done, checks, strict=True):
             log.info("unit %s: %s", unit.unit, "; ".join(found.problems) or "right")
             _add(report, found)
+            if found.damaged:
+                report.damaged.append(unit.unit)
     report.rows_failed = sum(report.failed.values())
     for problem in head_problems(store, identity.model["fingerprint"], identity.capture["hidden"]):
         report.add(problem)
@@ -207,7 +229,9 @@ def verify(
                 f"{report.rows} rows, but {report.rows_ok} ok + {report.rows_skipped} skipped + "
                 f"{report.rows_failed} failed could be read"
             )
+        before = report.problem_count
         _check_manifest(ledger, index, units, expected, rows, report)
+        report.stale = report.problem_count > before
     if recompute and model_path is not None:
         _recompute(store.url, storage_options, identity, recompute, seed, model_path, report)
     return report
@@ -315,7 +339,7 @@ def _check_unit(ledger: Ledger, unit: Unit, rows: _Locked, expected: _Expected) 
     try:
         receipt = ledger.receipt(unit.unit)
         if receipt is None:
-            raise ShardError(f"{layout.commit_key(unit.unit)}: gone")
+            raise ShardError(f"{ledger.store.url}/{layout.commit_key(unit.unit)}: gone")
         shard = open_shard(ledger.store, receipt.key, receipt.format)
         _count(found, shard, receipt)
         problems = [*_receipt_problems(unit, receipt, shard, expected)]
@@ -327,10 +351,14 @@ def _check_unit(ledger: Ledger, unit: Unit, rows: _Locked, expected: _Expected) 
             expected.keep,
         )
         problems += _table_differences(shard.table, table)
-        for place, wrong in shard.differences(range(shard.rows)).items():
+        for place, wrong in shard.differences(range(shard.rows), stats=True).items():
             problems.append(f"row {int(shard.table.row[place])}: {', '.join(wrong)} differ from what was captured")
-        found.problems += [f"{receipt.key}: {problem}" for problem in problems]
-    except (ShardError, NotFound, PlanError) as error:
+        found.problems += [f"{shard.where}: {problem}" for problem in problems]
+        found.damaged = bool(problems)
+    except (ShardError, NotFound) as error:
+        found.problems.append(str(error))
+        found.damaged = True
+    except PlanError as error:
         found.problems.append(str(error))
     return found
 

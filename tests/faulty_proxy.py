@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import enum
+import html
+import re
 import socket
 import struct
 import threading
@@ -20,6 +22,13 @@ class Do(enum.Enum):
     PASS = "nothing"
     SLOW_DOWN = "503 SlowDown, not passed on"
     BUSY = "500 InternalError, not passed on"
+    DENY = "403 AccessDenied, not passed on"
+    SKEW = "403 RequestTimeTooSkewed, not passed on"
+    EXPIRE = "400 ExpiredToken, not passed on"
+    NO_BUCKET = "404 NoSuchBucket, not passed on"
+    ECHO = "403 SignatureDoesNotMatch, not passed on, and the request's head as the message"
+    FULL = "507 InsufficientStorage, not passed on"
+    QUOTA = "403 QuotaExceeded, not passed on"
     RESET_BEFORE = "the connection is reset as soon as the request's head is there"
     RESET_WITHIN = "the connection is reset when half of the body is there; nothing is passed on"
     LOSE_ANSWER = "passed on, and the connection is reset in place of the answer"
@@ -29,12 +38,17 @@ class Do(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a request asks for, and how many came before it."""
+    """What a request asks for, how many came before it, and the access key that signed it."""
 
     number: int
     method: str
     path: str
+    signer: str
 
+
+REFUSALS = {do: do.value.partition(",")[0].partition(" ")[::2] for do in Do if ", not passed on" in do.value}
+CLOCKS = "<RequestTime>20200102T030405Z</RequestTime><ServerTime>2026-07-08T09:10:11Z</ServerTime>"
+"""What SKEW says of the two clocks."""
 
 Decide = Callable[[Request], Do]
 
@@ -67,11 +81,12 @@ class FaultyProxy(Proxy):
 
     def _one(self, client: socket.socket, file, head: bytes) -> None:
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ", 2)
+        fields = _fields(head)
+        signed = re.search(r"Credential=([^/%]+)", fields.get("authorization", path))
         with self._lock:
-            request = Request(len(self.seen), method, path)
+            request = Request(len(self.seen), method, path, signed[1] if signed else "")
             do = self.decide(request)
             self.seen.append((request, do))
-        fields = _fields(head)
         if do is Do.RESET_BEFORE:
             _reset(client)
         if fields.get("expect", "").lower() == "100-continue":
@@ -81,9 +96,11 @@ class FaultyProxy(Proxy):
             _read(file, length // 2)
             _reset(client)
         body = _read(file, length)
-        if do in (Do.SLOW_DOWN, Do.BUSY):
-            code, status = ("SlowDown", 503) if do is Do.SLOW_DOWN else ("InternalError", 500)
-            text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told to</Message></Error>".encode()
+        if do in REFUSALS:
+            status, code = REFUSALS[do]
+            more = CLOCKS if do is Do.SKEW else ""
+            told = html.escape(head.decode("latin-1")) if do is Do.ECHO else "told to"
+            text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{told}</Message>{more}</Error>".encode()
             head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(text)}\r\n\r\n"
             client.sendall(head.encode() + (b"" if method == "HEAD" else text))
             return

@@ -1,6 +1,7 @@
 """Images with made-up states for tests, sealed as a run seals them, and a store without files."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from ray_extract.capture.digest import digest_ids, digest_tokens
-from ray_extract.capture.fp8 import encode
+from ray_extract.capture.fp8 import decode, encode
 from ray_extract.records import RowStatus
 from ray_extract.shards.base import RowStats
 from ray_extract.shards.image import (
@@ -64,6 +65,28 @@ def true_digests(
     return np.array(digests, dtype=np.uint64)
 
 
+def true_stats(layout: ImageLayout, buffer: memoryview, table: RowTable, columns: Iterable[Column]) -> RowStats:
+    """What an engine publishes beside them; in fp8, one that computed just what is stored."""
+    found: list[list[tuple[float, float, int, int]]] = []
+    for row in range(len(table)):
+        found.append([])
+        for column in columns:
+            stored = layout.state_bytes(buffer, column)[table.cu_kept[row] : table.cu_kept[row + 1]]
+            raw = torch.from_numpy(stored.copy())
+            if not len(raw):
+                found[-1].append((0.0, 0.0, 0, 0))
+                continue
+            kind = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}.get(column.dtype)
+            values = raw.view(kind).double() if kind else decode(raw, torch.float32).double()
+            bad = ~values.isfinite()
+            values[bad] = 0
+            zero = (values == 0).all(dim=1) & ~bad.any(dim=1)
+            squares = math.fsum(values.square().flatten().tolist())  # the same on every machine
+            found[-1].append((squares, float(values.abs().max()), int(bad.sum()), int(zero.sum())))
+    sumsq, amax, nonfinite, zero = (np.array([[s[i] for s in r] for r in found]) for i in range(4))
+    return RowStats(sumsq, amax.astype(np.float32), nonfinite.astype(np.int32), zero.astype(np.int32))
+
+
 def seal_image(
     table: RowTable,
     columns: tuple[Column, ...],
@@ -72,24 +95,17 @@ def seal_image(
     failed: Iterable[int] = (),
 ) -> Image:
     """Seal an image whose states are filled; the rows in `failed` are INCOMPLETE."""
-    rows, states = len(table), len(columns)
     lengths = np.diff(table.cu_seqlens)
     covered = lengths.copy()
     covered[list(failed)] -= 1
-    rng = np.random.default_rng(1)
     statuses = seal(
         layout,
         buffer,
         covered=covered,
         n_tokens=lengths,
         digests=true_digests(layout, buffer, table, columns),
-        stats=RowStats(
-            sumsq=rng.random((rows, states)),
-            amax=rng.random((rows, states), dtype=np.float32),
-            nonfinite=np.zeros((rows, states), np.int32),
-            zero=rng.integers(0, 3, (rows, states), dtype=np.int32),
-        ),
-        statuses=np.full(rows, RowStatus.OK, np.uint8),
+        stats=true_stats(layout, buffer, table, columns),
+        statuses=np.full(len(table), RowStatus.OK, np.uint8),
     )
     return Image(layout, buffer, table, columns, statuses)
 
@@ -126,6 +142,8 @@ def make_image(
 
 class MemoryStore:
     """A store without local files, which counts what is read."""
+
+    url = "memory://test"
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -197,7 +197,20 @@ def test_memory_is_reserved_when_the_arena_is_made(arena: Arena) -> None:
     for name, nbytes in (("data", arena.spec.nbytes), ("control", Control.nbytes(arena.spec))):
         status = (arena.folder / name).stat()
         assert status.st_size == nbytes and status.st_blocks * 512 >= nbytes
-    assert arena.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_nobody_else_can_read_the_states_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = Arena.create(make_spec(), tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (made.folder, *made.folder.iterdir())}
+    made.close()
+    assert modes[made.folder.name] == 0o700
+    assert {name: modes[name] for name in ("data", "control", "lock")} == dict.fromkeys(
+        ("data", "control", "lock"), 0o600
+    )
 
 
 def test_both_ends_agree_on_the_spec(arena: Arena) -> None:

@@ -11,6 +11,7 @@ from ray_extract.errors import NotFound, ShardError
 from ray_extract.ledger import Ledger, write_manifest
 from ray_extract.readers.head import load_token_counts
 from ray_extract.readers.vocab import vocab_maps
+from ray_extract.tensors import WRITTEN_AGAIN
 from ray_extract.verify import verify
 
 
@@ -72,7 +73,9 @@ def test_verify_finds_counts_of_other_rows_and_of_an_earlier_manifest(tmp_path):
     counts, manifest = read_counts(output.store)
     counts.all[7] += 1
     write_counts(output.store, counts, manifest)
-    assert verify(output.url).problems == [f"{layout.COUNTS_KEY}: not the counts of the rows that are ok"]
+    assert verify(output.url).problems == [
+        f"{layout.COUNTS_KEY}: not the counts of the rows that are ok; {WRITTEN_AGAIN}"
+    ]
     counts.all[7] -= 1
     write_counts(output.store, counts, "manifest-000007.parquet")
     (problem,) = verify(output.url).problems
@@ -81,14 +84,16 @@ def test_verify_finds_counts_of_other_rows_and_of_an_earlier_manifest(tmp_path):
     )
     short = TokenCounts(counts.all[:10], counts.supervised[:10], counts.rows)
     write_counts(output.store, short, manifest)
-    assert verify(output.url).problems == [f"{layout.COUNTS_KEY}: not the counts of the rows that are ok"]
+    assert verify(output.url).problems == [
+        f"{layout.COUNTS_KEY}: not the counts of the rows that are ok; {WRITTEN_AGAIN}"
+    ]
 
 
 def test_an_older_output_without_them_is_right_and_says_what_it_lacks(tmp_path):
     output = make_output(tmp_path)
     output.store.delete(layout.COUNTS_KEY)
     assert verify(output.url).ok
-    with pytest.raises(NotFound, match=r"token-counts\.safetensors"):
+    with pytest.raises(NotFound, match=r"out: no token-counts\.safetensors: the run has not finished"):
         load_token_counts(output.url)
 
 
@@ -99,9 +104,11 @@ def test_a_damaged_file_is_named(tmp_path):
         data[:-1],
         b"",
         data.replace(b'"supervised"', b'"sup3rvised"'),
-        data.replace(b"token counts", b"token c0unts"),
     ):
         output.store.put(layout.COUNTS_KEY, wrong, create=False)
-        with pytest.raises(ShardError, match=r"token-counts\.safetensors: "):
+        with pytest.raises(ShardError, match=r"out/token-counts\.safetensors: damaged: .*; delete it and run the same"):
             load_token_counts(output.url)
         assert not verify(output.url).ok
+    output.store.put(layout.COUNTS_KEY, data.replace(b"token counts", b"token c0unts"), create=False)
+    with pytest.raises(ShardError, match=r"token-counts\.safetensors: format 'ray_extract token c0unts' version '1'"):
+        load_token_counts(output.url)

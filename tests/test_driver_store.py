@@ -107,3 +107,40 @@ def test_a_run_whose_store_stays_down_ends_in_time_and_goes_on_later(
     check_output(direct)
     assert before.items() <= {receipt.unit: receipt.attempt for receipt in direct.receipts()}.items()
     assert open_store(direct.url, direct.options).head("_SUCCESS") is not None
+
+
+@pytest.mark.parametrize(
+    ("do", "told"),
+    [
+        (Do.EXPIRE, "the credentials have expired, or the session token is of others; get new ones and run the same"),
+        (Do.QUOTA, "no space left; free some, or raise the quota, and run the same command"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_a_run_whose_credentials_or_space_end_stops_at_once_with_the_reason_and_goes_on_later(
+    tmp_path: Path, ray_cluster: Any, s3: servers.S3Server, proxy: FaultyProxy, do: Do, told: str
+) -> None:
+    work, direct = make(tmp_path, ray_cluster, s3, proxy, output={"format": "raw", "max_rows": 2})
+    process = work.start("engine.args={tokens_per_s: 100}")
+    until(lambda: direct.commits() >= 2, "two commits")
+    proxy.decide = lambda request: do
+    began = time.monotonic()
+    try:
+        text, _ = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 1 and "Traceback" not in text, text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert told in line and time.monotonic() - began < 60  # output.outage_s is ten minutes
+    assert servers.SECRET_KEY not in text
+    before = {receipt.unit: receipt.attempt for receipt in direct.receipts()}
+    assert 2 <= len(before) < 12
+    proxy.decide = lambda request: Do.PASS
+    run(work.job())
+    check_output(direct)
+    assert before.items() <= {receipt.unit: receipt.attempt for receipt in direct.receipts()}.items()
+    store = open_store(direct.url, direct.options)
+    kept = {item.key: store.get(item.key) for item in store.list("")}
+    assert {"run.json", "progress.json", "_SUCCESS", "manifest-000000.parquet"} <= set(kept)
+    assert [key for key, data in kept.items() if servers.SECRET_KEY.encode() in data] == []

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from ray_extract import cli
 from ray_extract.counts import TokenCounts, write_counts
-from ray_extract.errors import ConfigError, OutOfSpace, ShardError
+from ray_extract.errors import ConfigError, NotFound, OutOfSpace, ShardError
 from ray_extract.exporters import export as export_module
 from ray_extract.exporters.export import Report, Request, export
 from ray_extract.exporters.folder import IDENTITY_NAME, ExportFolder
@@ -411,17 +411,28 @@ def test_a_folder_of_another_run_or_with_other_settings_is_refused_with_the_diff
     with pytest.raises(ConfigError, match='target: it has "specforge-eagle3", this export asks "specforge-dspark"'):
         go(run, tmp_path / "e", "specforge-dspark", boundaries=(2, 4, 5))
     other = make_run(tmp_path / "b", states=lambda name, ids: exports.states_of(name, ids) + 1)
-    with pytest.raises(ConfigError, match="run: it has"):
+    with pytest.raises(ConfigError, match=f"run: it was made from {run.url}, and {other.url} is another run, with"):
         go(other, tmp_path / "e")
+    (tmp_path / "a/out").rename(tmp_path / "first")
+    make_run(tmp_path / "a", states=lambda name, ids: exports.states_of(name, ids) + 1)
+    with pytest.raises(ConfigError, match=f"run: {run.url} has other rows or states than when this folder was made"):
+        go(run, tmp_path / "e")
     assert contents(tmp_path / "e") == before
 
 
-def test_a_run_that_moved_is_still_the_same_run(tmp_path):
+@pytest.mark.parametrize("link", [False, True])
+def test_a_run_that_moved_is_still_the_same_run(tmp_path, link):
     run = make_run(tmp_path)
-    go(run, tmp_path / "e")
+    go(run, tmp_path / "e", "speculators-eagle3", link=link)
+    before = contents(tmp_path / "e")
     (tmp_path / "out").rename(tmp_path / "moved")
-    report = export(Request(str(tmp_path / "moved"), "specforge-eagle3", str(tmp_path / "e")))
+    moved = run_at(tmp_path / "moved")
+    report = go(moved, tmp_path / "e", "speculators-eagle3", link=link)
     assert set(report.outcomes) == {"kept"}
+    after = contents(tmp_path / "e")
+    assert {name for name in after if after[name] != before[name]} == {IDENTITY_NAME}
+    assert json.loads(after[IDENTITY_NAME])["source"]["url"] == moved.url
+    assert ShardTransfer(str(tmp_path / "e")).get_cached(0)
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
@@ -534,6 +545,30 @@ def test_the_backend_refuses_flipped_bits_and_states_of_zeros(tmp_path):
     go(zero, tmp_path / "zero", "speculators-eagle3", link=True)
     with pytest.raises(ShardError, match="zero throughout"):
         ShardTransfer(str(tmp_path / "zero")).get_cached(0)
+
+
+def test_the_backend_says_how_to_name_a_run_that_moved(tmp_path):
+    run = make_run(tmp_path)
+    go(run, tmp_path / "link", "speculators-eagle3", link=True)
+    told = (
+        r"; if the run has moved, tell the trainer by --ray-extract-url URL, or run `ray-extract export URL --to spec"
+    )
+    (tmp_path / "out/shards").rename(tmp_path / "shards")
+    with pytest.raises(NotFound, match=r"out/shards/u00000000.*no such shard.*" + told):
+        ShardTransfer(str(tmp_path / "link")).get_cached(0)
+    (tmp_path / "shards").rename(tmp_path / "out/shards")
+    (tmp_path / "out").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match=r"no run\.json there.*" + told):
+        ShardTransfer(str(tmp_path / "link")).setup()
+    arguments = argparse.Namespace(ray_extract_url=str(tmp_path / "moved"))
+    assert Backend.from_train_args(arguments, str(tmp_path / "link")).get_cached(0)
+
+
+def test_the_backend_refuses_an_export_that_did_not_end(tmp_path):
+    go(make_run(tmp_path), tmp_path / "link", "speculators-eagle3", link=True)
+    (tmp_path / "link/rows.npy").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"no readable rows\.npy in it, so the export did not end; run the same comm"):
+        ShardTransfer(str(tmp_path / "link"))
 
 
 def test_the_backend_refuses_another_run_under_the_same_address(tmp_path):

@@ -19,8 +19,9 @@ from ray_extract.config import Job
 from ray_extract.errors import ConfigError, NotFound, ShardError
 from ray_extract.head import write_head
 from ray_extract.model import ModelShape, describe_model
-from ray_extract.readers.head import load_head
+from ray_extract.readers.head import load_head, load_token_counts
 from ray_extract.store import Store, open_store
+from ray_extract.tensors import WRITTEN_AGAIN
 from ray_extract.verify import verify
 
 VOCAB, HIDDEN = 50, 16
@@ -235,8 +236,31 @@ def test_a_head_that_is_not_plain_is_left_out_and_the_log_says_why(
     with caplog.at_level(logging.INFO, "ray_extract.head"):
         assert not written(tmp_path)
     assert reason in caplog.text
-    with pytest.raises(NotFound, match=r"head\.safetensors"):
-        load_head(str(tmp_path / "out"))
+
+
+def test_without_a_head_the_error_says_why_and_where_to_take_it_from(tmp_path: Path) -> None:
+    output = make_output(tmp_path)
+    with pytest.raises(
+        NotFound, match=r"out: no head\.safetensors: .*the run stores none.*take it from the checkpoint"
+    ):
+        load_head(output.url)
+    for load in (load_head, load_token_counts):
+        with pytest.raises(NotFound, match=r"nowhere: no run\.json; name the output\.url of a run"):
+            load(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(b'"architecture"', b'"architecture'), (b'"norm"', b'"nor0"'), (b'"BF16"', b'"BF17"')]
+)
+def test_a_damaged_header_is_an_error_with_the_way_out(old: bytes, new: bytes, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "out"))
+    written(save(tmp_path / "model", weights()), store)
+    file = tmp_path / "out" / layout.HEAD_KEY
+    data = file.read_bytes()
+    assert old in data
+    file.write_bytes(data.replace(old, new))
+    with pytest.raises(ShardError, match=r"out/head\.safetensors: damaged: .*; delete it and run the same command"):
+        load_head(store.url)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +305,9 @@ def test_verify_reads_it_too(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    assert verify(output.url).problems == [f"{layout.HEAD_KEY}: its bytes are not those that were written"]
+    assert verify(output.url).problems == [
+        f"{layout.HEAD_KEY}: its bytes are not those that were written; {WRITTEN_AGAIN}"
+    ]
     with pytest.raises(ShardError, match="its bytes are not those that were written"):
         load_head(output.url, check=True)
     file.write_bytes(data[:-1])
@@ -290,4 +316,4 @@ def test_verify_reads_it_too(tmp_path: Path) -> None:
     file.unlink()
     object.__setattr__(shape, "fingerprint", "1" * 64)
     write_head(output.store, job, shape)
-    assert verify(output.url).problems == [f"{layout.HEAD_KEY}: of another model than the run's"]
+    assert verify(output.url).problems == [f"{layout.HEAD_KEY}: of another model than the run's; {WRITTEN_AGAIN}"]

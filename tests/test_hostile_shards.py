@@ -42,7 +42,10 @@ def with_header(text: bytes, length: int | None = None) -> bytes:
 def judge(data: bytes) -> None:
     store = MemoryStore()
     store.objects["a"] = data
-    for opened in (lambda: open_shard(store, "a", "raw"), lambda: open_image("a", "raw", memoryview(data))):
+    for opened in (
+        lambda: open_shard(store, "a", "raw"),
+        lambda: open_image("memory://test/a", "raw", memoryview(data)),
+    ):
         try:
             shard = opened()
             for column in shard.columns:
@@ -50,7 +53,7 @@ def judge(data: bytes) -> None:
                     shard.state(column.name, row)
             shard.differences(range(shard.rows))
         except ShardError as error:
-            assert str(error).startswith("a: ") and len(str(error)) < 1000
+            assert str(error).startswith("memory://test/a: ") and len(str(error)) < 1000
         else:
             # What has no meaning for values may be another: text for people, pads, the header's spelling. And the
             # states' names: the manifest has those, see test_reader.

@@ -15,7 +15,7 @@ ROOT = Path(ray_extract.__file__).parent
 
 # From the bottom up. A module imports only from levels below its own, or from its own.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "records", "layout"),
+    ("errors", "records", "layout", "console"),
     ("capture",),  # runs inside SGLang
     ("shards.image",),
     ("store", "s3"),
@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("extractor",),
     ("worker", "leases", "progress", "readers"),
-    ("verify", "exporters"),
+    ("verify", "exporters", "status"),
     ("driver",),
     ("run",),
     ("cli",),

@@ -1,8 +1,10 @@
 """The torch data set: the rows that are ok, bit for bit, lazily, in any process, and loud about altered shards."""
 
+import errno
 import json
 import multiprocessing
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,10 @@ from torch.utils.data import DataLoader
 
 from ray_extract.capture.fp8 import decode
 from ray_extract.dataset.prepared import PreparedRows
-from ray_extract.errors import ConfigError, RayExtractError, ShardError
+from ray_extract.errors import AccessDenied, ConfigError, NotFound, RayExtractError, ShardError
 from ray_extract.readers.dataset import HiddenStates
+from ray_extract.readers.stream import HiddenStatesStream
+from ray_extract.readers.tokens import TokenSampler
 
 FORMATS = ["raw", "parquet"]
 
@@ -185,6 +189,67 @@ def test_a_shard_of_another_run_under_the_same_key_is_found(tmp_path):
     with pytest.raises(ShardError, match="line 0 is not row 0"):
         HiddenStates(output.url)[0]
     assert len(HiddenStates(other.url)) == 5
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), 1.0, "1", None, [0, 1], (0,), True, float("nan"), torch.tensor([0, 1])])
+def test_an_index_that_is_no_number_is_refused_by_name(tmp_path, index):
+    data = HiddenStates(make_output(tmp_path).url, states=[])
+    with pytest.raises(ConfigError, match=r"index = .*: (must be a whole number|.*torch\.utils\.data\.Subset)"):
+        data[index]
+    for number in (np.int64(-1), np.uint8(4), torch.tensor(4)):
+        assert data[number]["row"] == 5
+
+
+def cut(shard):
+    shard.write_bytes(shard.read_bytes()[:-10])
+
+
+def flip(shard):
+    data = bytearray(shard.read_bytes())
+    data[data.index(b"state.final") if shard.suffix == ".safetensors" else -12] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("url", [None, "memory://mend-{}/out"])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_damaged_shard_is_named_by_its_url_and_with_the_way_out(tmp_path, format, url, damage):
+    output = make_output(tmp_path, format=format, url=url and url.format(tmp_path.name))
+    key = next(item.key for item in output.store.list("shards/"))
+    file = tmp_path / Path(key).name
+    file.write_bytes(output.store.get(key))
+    damage(file)
+    output.store.delete(key)
+    if file.exists():
+        output.store.put(key, file.read_bytes())
+    told = f"{re.escape(f'{output.url}/{key}')}: .*; to extract its rows again, delete the unit's file in commits/ and "
+    told += f"run the same command; `ray-extract verify {output.url}` finds all such shards$"
+    for read in (
+        lambda: HiddenStates(output.url, check=True)[0],
+        lambda: next(iter(HiddenStatesStream(output.url, check=True, shuffle=False))),
+        lambda: next(
+            iter(HiddenStatesStream(output.url, shuffle=False, cache_dir=tmp_path / "c", cache_bytes=1 << 20))
+        ),
+        lambda: TokenSampler(output.url, batch_tokens=4),
+        lambda: next(iter(TokenSampler(output.url, batch_tokens=4, normalise=False, shuffle=False))),
+    ):
+        with pytest.raises((ShardError, NotFound), match=told):
+            read()
+
+
+def test_a_shard_that_may_not_be_read_is_no_traceback_of_the_system(tmp_path, monkeypatch):
+    output = make_output(tmp_path)
+
+    original = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path.parent.name == "shards":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(AccessDenied, match=f"{output.url}/shards/u00000000.*access denied"):
+        HiddenStates(output.url)[0]
 
 
 def test_an_unfinished_run_and_one_without_rows_are_clear_errors(tmp_path):

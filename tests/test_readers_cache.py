@@ -151,7 +151,7 @@ def test_a_shard_larger_than_the_bound_is_refused_by_name(output, folder):
         ConfigError, match=r"cache_bytes = 8192: shards/u00000000.* takes \d+; raise it, or ask for few"
     ):
         data[0]
-    with pytest.raises(ConfigError, match="cache_bytes = 0: must be positive"):
+    with pytest.raises(ConfigError, match="cache_bytes = 0: must be at least 1"):
         HiddenStates(output.url, cache_dir=folder, cache_bytes=0)
 
 

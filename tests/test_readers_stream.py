@@ -192,6 +192,47 @@ def test_a_position_of_another_stream_is_refused_with_what_differs(output, tmp_p
         HiddenStatesStream(output.url).load_state_dict({"version": 9})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "the state is none that state_dict or state_after gave"),
+        ([], "the state is none that"),
+        ({}, "the state is none that"),
+        ({"of": None}, "does not say of which stream it is"),
+        ({"next": -1}, r"state\['next'\] = -1: must not be negative"),
+        ({"next": 1.5}, r"state\['next'\] = 1.5: must be a whole number"),
+        ({"epoch": "0"}, r"state\['epoch'\] = '0': must be a whole number"),
+        ({"workers": None}, r"state\['workers'\] = None: must be a whole number"),
+    ],
+)
+def test_what_is_no_position_is_refused(output, change, message):
+    stream = HiddenStatesStream(output.url)
+    state = {**stream.state_dict(), **change} if change else change
+    with pytest.raises(ConfigError, match=message):
+        stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("even", ["off", "pad"])
+def test_there_is_no_position_after_an_item_that_the_epoch_does_not_have(output, even):
+    stream = HiddenStatesStream(output.url, rank=1, ranks=2, even=even)
+    total = len(stream)
+    assert stream.state_after(total - 1)["next"] == total
+    for item, epoch in ((total, None), (total + 7, 3)):
+        with pytest.raises(ConfigError, match=f"item = {item}: epoch {epoch or 0} has {total} items on this rank"):
+            stream.state_after(item, epoch)
+    for item in (-1, 0.0, "0", None, float("nan")):
+        with pytest.raises(ConfigError, match=r"item = .*: must (not be negative|be a whole number)"):
+            stream.state_after(item)
+    with pytest.raises(ConfigError, match=r"epoch = 0\.5: must be a whole number"):
+        stream.state_after(0, 0.5)
+
+
+def test_numpys_numbers_will_do_and_a_position_is_plain(output):
+    options = {"seed": np.int64(3), "max_tokens": np.int32(BUDGET), "rank": np.int8(0), "ranks": np.uint8(2)}
+    stream = HiddenStatesStream(output.url, **options)
+    assert json.loads(json.dumps(stream.state_after(torch.tensor(0)))) == stream.state_after(0)
+
+
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_a_worker_goes_on_where_its_own_position_says(output, workers, taken):
     """What torchdata's StatefulDataLoader does in each worker."""
@@ -334,6 +375,13 @@ def test_workers_on_an_object_store_are_asked_for_a_cache(tmp_path, workers):
         ({"seed": -1}, "seed = -1"),
         ({"mix": 0}, "mix = 0: must be at least 1, or None"),
         ({"ahead": -1}, "ahead = -1"),
+        ({"ahead": 0.5}, "ahead = 0.5: must be a whole number"),
+        ({"seed": "0"}, "seed = '0': must be a whole number"),
+        ({"mix": float("nan")}, "mix = nan: must be a whole number"),
+        ({"rank": 0.0, "ranks": 2}, "rank = 0.0: must be a whole number"),
+        ({"max_tokens": float("nan")}, "max_tokens = nan: must be a whole number"),
+        ({"cache_dir": "/nowhere", "cache_bytes": "1GiB"}, "cache_bytes = '1GiB': must be a whole number"),
+        ({"states": "state.1"}, r"states = 'state\.1': must be a list of names, such as \['state\.1'\]"),
         ({"max_tokens": 0}, "max_tokens = 0"),
         ({"max_tokens": 9, "long_rows": "cut"}, "long_rows = 'cut'"),
         ({"cache_dir": "/nowhere"}, "cache_dir and cache_bytes go together"),

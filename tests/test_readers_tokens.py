@@ -1,6 +1,7 @@
 """Random tokens: the right ones of the right rows, each as often as said, scaled by what the shards stored."""
 
 import itertools
+import json
 from collections import Counter
 
 import numpy as np
@@ -116,8 +117,6 @@ def test_normalised_states_have_a_mean_squared_norm_of_their_width(tmp_path):
         return rng.standard_normal((len(ids), 16), dtype=np.float32) * {"state.1": 0.01, "state.3": 3}.get(name, 100)
 
     output = make_output(tmp_path, lengths=LENGTHS, failed=FAILED, states=states)
-    for path in (tmp_path / "out" / "shards").iterdir():
-        _store_true_sums(path)
     sampler = TokenSampler(output.url, batch_tokens=16)
     batches = list(sampler)
     for name in sampler.states:
@@ -128,19 +127,6 @@ def test_normalised_states_have_a_mean_squared_norm_of_their_width(tmp_path):
     again = TokenSampler(output.url, ["state.3"], batch_tokens=16, normalise=sampler.scales)
     assert all(torch.equal(a["state.3"], b["state.3"]) for a, b in zip(again, batches, strict=True))
     assert again.scales == {"state.3": sampler.scales["state.3"]}
-
-
-def _store_true_sums(path):
-    """Make the sums of squares of a test's shard, which are made up, those of its states."""
-    data = bytearray(path.read_bytes())
-    layout = parse_layout(bytes(data))
-    kept, ok = layout.small(data, "cu_kept"), layout.small(data, "status") == 0
-    for k, column in enumerate(layout.columns):
-        words = layout.state_bytes(data, column).view(np.uint16).astype(np.uint32) << 16
-        squares = np.square(words.view(np.float32).astype(np.float64)).sum(axis=1)
-        for row in range(len(ok)):
-            layout.small(data, "sumsq")[row, k] = squares[kept[row] : kept[row + 1]].sum() * ok[row]
-    path.write_bytes(data)
 
 
 def test_a_state_comes_in_the_type_asked_for(output):
@@ -166,6 +152,55 @@ def test_a_state_of_zeros_or_without_a_scale_is_refused(tmp_path, output):
 def test_a_number_below_one_is_refused_by_name(output, name):
     with pytest.raises(ConfigError, match=f"{name} = 0: must be at least 1"):
         TokenSampler(output.url, **{"batch_tokens": 4, name: 0})
+    for value in (float("nan"), 4.0, "4", True):
+        with pytest.raises(ConfigError, match=f"{name} = .*: must be a whole number"):
+            TokenSampler(output.url, **{"batch_tokens": 4, name: value})
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), 0, -1.0, "1.0", True, None, [1, 2]])
+def test_a_scale_that_is_no_scale_is_refused(output, scale):
+    with pytest.raises(ConfigError, match=r"normalise\['state\.3'\] = .*: must be a finite number above 0"):
+        TokenSampler(output.url, ["state.3"], batch_tokens=4, normalise={"state.3": scale})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normalise": "yes"}, "normalise = 'yes': must be True, False, or the scales of an earlier sampler"),
+        ({"normalise": None}, "normalise = None: must be"),
+        ({"normalise": float("nan")}, "normalise = nan: must be"),
+        ({"normalise": 1}, "normalise = 1: must be"),
+        ({"dtype": torch.int32}, "dtype = torch.int32: must be one of PyTorch's types of real numbers"),
+        ({"dtype": torch.complex64}, "dtype = torch.complex64: must be"),
+        ({"dtype": "float32"}, "dtype = 'float32': must be"),
+        ({"mix": 0}, "mix = 0: must be at least 1"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_name(output, options, message):
+    with pytest.raises(ConfigError, match=message):
+        TokenSampler(output.url, batch_tokens=4, **options)
+
+
+def test_a_position_goes_on_only_with_the_same_scales(output):
+    scaled = TokenSampler(output.url, ["state.3"], batch_tokens=4)
+    state = json.loads(json.dumps(scaled.state_after(1)))
+    again = TokenSampler(output.url, ["state.3"], batch_tokens=4, normalise=scaled.scales)
+    again.load_state_dict(state)
+    assert next(iter(again))["item"] == 2
+    for normalise in (False, {"state.3": 2 * scaled.scales["state.3"]}):
+        with pytest.raises(ConfigError, match=r"another stream: normalise was \{'state\.3': .*\} and is \{"):
+            TokenSampler(output.url, ["state.3"], batch_tokens=4, normalise=normalise).load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e9])
+def test_sums_of_squares_that_are_none_do_not_scale(tmp_path, value):
+    output = make_output(tmp_path)
+    path = min((tmp_path / "out" / "shards").iterdir())
+    data = bytearray(path.read_bytes())
+    parse_layout(bytes(data)).small(data, "sumsq")[0, 1] = value
+    path.write_bytes(data)
+    with pytest.raises(ShardError, match=r"the sums of squares of state\.3 add up to .*, so a shard is damaged"):
+        TokenSampler(output.url, ["state.3"], batch_tokens=4)
 
 
 def test_few_tokens_of_long_rows_are_read_without_the_rest(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The commands, as far as nothing has to be started: mistakes, plan, status and verify."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,19 +167,6 @@ def test_strange_files_beside_the_commits_are_no_commits(tmp_path: Path, capsys:
     assert "0 shards" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["{", "{}", "[]", ""])
-def test_a_damaged_progress_file_is_a_clear_error(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = outputs.make_output(tmp_path)
-    (tmp_path / "out/progress.json").write_text(text)
-    for more in ([], ["--json"]):
-        assert cli.main(["status", output.url, *more]) == 1
-        out, err = capsys.readouterr()
-        (line,) = lines_of(err)
-        assert "progress.json is damaged" in line and out == ""
-
-
 @pytest.mark.parametrize(
     ("args", "told"),
     [
@@ -201,9 +189,85 @@ def test_verify_says_in_a_line_what_recomputing_lacks(
     assert told in line and out == ""
 
 
-@pytest.mark.parametrize("value", ["-1", "two", "1.5"])
-def test_verify_wants_whole_boundaries(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+# Arguments that the parser refuses, and what it must say.
+WRONG_ARGUMENTS = [
+    ("nonsense", "argument COMMAND: invalid choice: 'nonsense' (choose from"),
+    ("status", "required: url"),
+    ("sweep somewhere --now", "unrecognized arguments: --now"),
+    ("plan --config", "argument --config: expected one argument"),
+    ("run --draft-config", "argument --draft-config: expected one argument"),
+    ("verify somewhere --recompute two", "argument --recompute: 'two': must be a whole number"),
+    ("verify somewhere --recompute -1", "argument --recompute: '-1': must not be negative"),
+    ("verify somewhere --boundary 1.5", "argument --boundary: '1.5': must be a whole number"),
+    ("verify somewhere --seed -1", "argument --seed: '-1': must not be negative"),
+    ("export somewhere --out e --to nobody", "argument --to: invalid choice: 'nobody' (choose from"),
+    ("export somewhere --out e --to specforge --strategy none", "argument --strategy: invalid choice: 'none'"),
+    ("export somewhere --out e --to specforge --boundaries 2,,5", "argument --boundaries: '': must be a whole number"),
+    *(
+        (f"export somewhere --out e --to specforge --{name} few", f"argument --{name}: 'few': must be a whole number")
+        for name in ("draft-vocab", "vocab-size", "max-length", "min-supervised")
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "told"), WRONG_ARGUMENTS, ids=[args for args, _ in WRONG_ARGUMENTS])
+def test_a_wrong_argument_is_named_in_words(args: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(["verify", "somewhere", "--boundary", value])
+        cli.main(args.split())
     assert ended.value.code == 2
-    assert "argument --boundary" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert told in err and out == ""
+    assert " _" not in err and "'_" not in err, "a name of the code"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ("status s3://bucket/x --option endpoint", "--option 'endpoint': must be KEY=VALUE"),
+        ("verify s3://bucket/x --option =x", "--option '': must be KEY=VALUE"),
+        (
+            "sweep s3://bucket/x --option regoin=x",
+            "storage_options.regoin: no such option for s3://; did you mean region",
+        ),
+        (
+            "status s3://bucket/x --option skip_signature=1",
+            "storage_options.skip_signature = '1': must be true or false",
+        ),
+        ("export {url} --to specforge --out e --max-length 0", "--max-length 0: must be at least 1"),
+        ("export {url} --to specforge --out e --min-supervised 0", "--min-supervised 0: must be at least 1"),
+        ("export {url} --to specforge --out e --draft-config none", "draft config none: cannot be read"),
+        ("plan --preset none {job}", "capture.preset = 'none'"),
+        ("plan --draft-config none --preset speculators-eagle3 {job}", "draft config none: cannot be read"),
+    ],
+)
+def test_a_wrong_value_is_one_line(args: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = outputs.make_output(tmp_path / "run").url if "{url}" in args else ""
+    job = " ".join(make_work(tmp_path, make_rows(3)).args()) if "{job}" in args else ""
+    assert cli.main(args.format(url=url, job=job).split()) == 2
+    out, err = capsys.readouterr()
+    (line,) = lines_of(err)
+    assert told in line and out == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [("verify {url}", 0), ("verify {damaged}", 1), ("status {url}", 0), ("sweep {url}", 0), ("--help", 0)],
+)
+def test_a_command_whose_reader_left_ends_as_it_would_have(args: str, code: int, tmp_path: Path) -> None:
+    url = outputs.make_output(tmp_path / "a").url
+    damaged = outputs.make_output(tmp_path / "b").url
+    next((tmp_path / "b/out/shards").iterdir()).unlink()
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "ray_extract.cli", *args.format(url=url, damaged=damaged).split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    os.close(writer)
+    assert ended.returncode == code, ended.stderr
+    assert "BrokenPipe" not in ended.stderr and "Traceback" not in ended.stderr

@@ -4,6 +4,8 @@ import concurrent.futures
 import errno
 import mmap
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -18,10 +20,13 @@ from ray_extract import store as store_module
 from ray_extract.errors import (
     AccessDenied,
     AlreadyExists,
+    ClockSkew,
     ConfigError,
+    CredentialsExpired,
     NotFound,
     OutOfSpace,
     StoreError,
+    Throttled,
     Verdict,
 )
 from ray_extract.store import LocalStore, ObjectInfo, Store, open_store, probe_create, put_once, translate
@@ -429,6 +434,11 @@ def test_a_wrong_url_or_option_is_explained(url: str, options: dict[str, Any], s
     assert "hunter22" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("value", "meant"), [(True, True), ("true", True), (False, False), ("false", False)])
+def test_a_command_line_can_say_true_and_false(value: Any, meant: bool) -> None:
+    assert s3_module.settings({"skip_signature": value}, {}).skip_signature is meant
+
+
 # Errors
 
 
@@ -438,6 +448,10 @@ class ServerSaid(Exception):  # noqa: N818 - it plays another library's
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
         self.response = {"Error": {"Code": code, "Message": "m"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class UnauthorizedSSOTokenError(Exception):
+    """What botocore raises."""
 
 
 def s3fs_error(number: int, status: int, code: str) -> OSError:
@@ -459,10 +473,17 @@ def s3fs_error(number: int, status: int, code: str) -> OSError:
         (OSError(errno.EIO, "Input/output error"), StoreError),
         (s3fs_error(errno.EINVAL, 412, "PreconditionFailed"), AlreadyExists),
         (s3fs_error(errno.EINVAL, 400, "BadDigest"), StoreError),
-        (s3fs_error(errno.EINVAL, 400, "TokenRefreshRequired"), AccessDenied),
+        (s3fs_error(errno.EINVAL, 400, "TokenRefreshRequired"), CredentialsExpired),
         (s3fs_error(errno.EIO, 409, "ConditionalRequestConflict"), StoreError),
-        (s3fs_error(errno.EIO, 503, "SlowDown"), StoreError),
-        (ServerSaid(400, "ExpiredToken"), AccessDenied),
+        (s3fs_error(errno.EIO, 503, "SlowDown"), Throttled),
+        (ServerSaid(400, "ExpiredToken"), CredentialsExpired),
+        (ServerSaid(403, "RequestTimeTooSkewed"), ClockSkew),
+        (ServerSaid(403, "SignatureDoesNotMatch"), AccessDenied),
+        (ServerSaid(403, "QuotaExceeded"), OutOfSpace),
+        (ServerSaid(400, "XMinioAdminBucketQuotaExceeded"), OutOfSpace),
+        (ServerSaid(429, "TooManyRequests"), Throttled),
+        (ServerSaid(503, "ServiceUnavailable"), StoreError),
+        (UnauthorizedSSOTokenError("The SSO session has expired"), CredentialsExpired),
         (ServerSaid(404, "NoSuchBucket"), NotFound),
         (ServerSaid(507, "InsufficientStorage"), OutOfSpace),
         (TimeoutError("slow"), StoreError),
@@ -472,9 +493,50 @@ def test_errors_of_every_library_become_ours(error: Exception, expected: type[St
     assert type(translate(error, "s3://bucket/key")) is expected
 
 
+FULL_DISK = """
+import sys
+from ray_extract.errors import AccessDenied, OutOfSpace
+from ray_extract.store import open_store
+store = open_store("file://" + sys.argv[1])
+for act in (lambda: store.put("a/shard", bytes(2 << 20)), lambda: store.put_stream("a/shard", [bytes(1 << 19)] * 4)):
+    try:
+        act()
+    except OutOfSpace as error:
+        print(error)
+store.put("a/small", b"x" * 1000)
+print([item.key for item in store.list("")], sorted(p.name for p in store.root.rglob("*")))
+"""
+
+
+def test_a_full_disk_is_told_leaves_nothing_and_takes_what_fits(tmp_path: Path) -> None:
+    disk, script = tmp_path / "disk", tmp_path / "script.py"
+    disk.mkdir()
+    script.write_text(FULL_DISK)
+    # A disk of a megabyte, in a mount namespace of its own, which ends with the process.
+    mount = f"mount -t tmpfs -o size=1M none {disk}"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a small disk")
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", f"{mount} && exec {sys.executable} {script} {disk}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    first, second, left = done.stdout.splitlines()
+    for line in (first, second):
+        assert line.startswith(
+            f"{disk}/a/shard: no space left; free some, or raise the quota, and run the same command"
+        )
+    assert left == "['a/small'] ['a', 'small']"
+
+
 def test_translate_blanks_secrets_and_queries() -> None:
     error = ValueError("hunter22 was refused at https://host/key?X-Amz-Signature=abc&x=1 today")
     text = str(translate(error, "s3://bucket/key", ["hunter22"]))
     assert "hunter22" not in text
     assert "abc" not in text
     assert text.endswith("*** was refused at https://host/key today")
+    error = ValueError("PUT /key?X-Amz-Security-Token=hunter%2F22 from http://me:hunter@proxy:1/ refused")
+    text = str(translate(error, "s3://bucket/key", ["hunter/22"]))
+    assert text.endswith("PUT /key?X-Amz-Security-Token=*** from http://proxy:1/ refused")

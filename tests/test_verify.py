@@ -203,6 +203,17 @@ def test_an_altered_output_does_not_pass_and_the_place_is_named(tmp_path, format
     assert not report.ok
     assert any(re.search(found, problem) for problem in report.problems), report.problems
     assert report.lines()[-1].startswith("NOT verified: ")
+    (unit,) = re.findall(r"u\d{8}", found) or [""]
+    mends = [line for line in report.lines() if line.startswith("to mend")]
+    if alter in (flip_state, unzero_failed, cut_shard, remove_shard, damage_commit, wrong_size, wrong_sha):
+        assert any(f"{output.url}/" in problem for problem in report.problems)
+        assert mends == [f"to mend   delete commits/{unit}.json"]
+    elif alter in (remove_manifest, edit_manifest, shorten_manifest):
+        assert mends == ["to mend   run the job again, which writes the next manifest"]
+    elif alter in (other_states, other_hidden):
+        assert len(mends) == 1 and "all shards are wrong; if run.json and the URL are the run's" in mends[0]
+    elif alter is remove_commit:
+        assert mends == []
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -228,11 +239,13 @@ def test_an_unfinished_run_is_counted_as_far_as_it_is(tmp_path):
 
 def test_many_problems_are_counted_but_not_all_spelled_out(tmp_path):
     output = make_output(tmp_path, lengths=[4] * (MAX_PROBLEMS + 7), rows_per_unit=1)
-    for shard in (tmp_path / "out" / "shards").iterdir():
+    for shard in sorted((tmp_path / "out" / "shards").iterdir())[:-1]:
         shard.unlink()
     report = verify(output.url)
     assert len(report.problems) == MAX_PROBLEMS < report.problem_count
     assert any("problems more" in line for line in report.lines())
+    assert sum(line.startswith("to mend   delete commits/") for line in report.lines()) == MAX_PROBLEMS
+    assert "          and those of 6 units more, once these are mended" in report.lines()
 
 
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path):

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from ray_extract.config import DatasetConfig
 from ray_extract.errors import DatasetError
+from ray_extract.store import scrub, secrets_of
 
 CHUNK_BYTES = 1 << 20
 BATCH_RECORDS = 256
@@ -75,7 +76,7 @@ def source_fingerprint(cfg: DatasetConfig) -> list[dict[str, Any]]:
     Raises:
         DatasetError: as read_records.
     """
-    return [_hash_file(file) for file in _find_files(cfg)]
+    return [_hash_file(file, cfg) for file in _find_files(cfg)]
 
 
 def _all_records(cfg: DatasetConfig) -> Iterator[SourceRecord]:
@@ -88,16 +89,16 @@ def _all_records(cfg: DatasetConfig) -> Iterator[SourceRecord]:
                 else:
                     yield from _read_jsonl(file, stream)
         except (OSError, EOFError, pa.ArrowException) as error:
-            raise _unreadable(file.path, error) from None
+            raise _unreadable(file.path, error, cfg) from None
         except DatasetError:
             raise
         except Exception as error:  # remote file systems raise their client library's own errors
             if not _is_foreign(error):
                 raise
-            raise _unreadable(file.path, error) from None
+            raise _unreadable(file.path, error, cfg) from None
 
 
-def _hash_file(file: _File) -> dict[str, Any]:
+def _hash_file(file: _File, cfg: DatasetConfig) -> dict[str, Any]:
     digest = hashlib.sha256()
     size = 0
     try:
@@ -106,7 +107,7 @@ def _hash_file(file: _File) -> dict[str, Any]:
                 digest.update(chunk)
                 size += len(chunk)
     except Exception as error:  # remote file systems raise their client library's own errors
-        raise _unreadable(file.path, error) from None
+        raise _unreadable(file.path, error, cfg) from None
     return {"size": size, "sha256": digest.hexdigest()}
 
 
@@ -127,7 +128,7 @@ def _match(path: str, cfg: DatasetConfig) -> list[_File]:
     except DatasetError:
         raise
     except Exception as error:  # an unknown protocol, a missing client package, refused credentials, a timeout ...
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error, cfg) from None
     if not found:
         raise DatasetError(f"dataset.paths = {shown!r}: no such file, or nothing matches; check the path and the glob")
     return [_File(fs, p, *_kind(p, cfg.format)) for p in found]
@@ -226,8 +227,9 @@ def _bare(path: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, ""))
 
 
-def _unreadable(path: str, error: Exception) -> DatasetError:
+def _unreadable(path: str, error: Exception, cfg: DatasetConfig) -> DatasetError:
     first = (str(error).strip().splitlines() or [""])[0].replace(path, _bare(path))
+    first = scrub(first, secrets_of(cfg.storage_options))
     return DatasetError(f"dataset.paths = {_bare(path)!r}: cannot be read ({type(error).__name__}: {first})")
 
 

@@ -37,10 +37,12 @@ Write = Callable[[BinaryIO], None]
 class ExportFolder:
     """A folder of an export; use it as a context manager, which holds a lock on it.
 
+    Entering it makes it ours or finds that it is.
+
     Args:
         path: the folder; made if absent.
-        identity: what must be the same to go on with it; JSON values.
-        notes: more to record, not compared.
+        identity: what must be the same to go on with it; JSON values. `run` is the fingerprint of the run exported.
+        notes: more to record, not compared; replaced when it changes. `source.url` is where the run is.
 
     Raises:
         ConfigError: the folder holds another export, or anything else; or another process writes to it.
@@ -52,42 +54,48 @@ class ExportFolder:
             raise ConfigError(f"--out {path}: trainers read a folder of a file system; name one")
         self.path = Path(path).expanduser().absolute()
         self.outcomes: Counter[Outcome] = Counter()
+        # As it will be read back, so that tuples and lists do not differ.
+        self._record = json.loads(json.dumps({"version": VERSION, "identity": identity, **notes}))
         self._lock: int | None = None
+
+    def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--out {path}: cannot be made ({error.strerror}); choose a folder that you may write to"
+                f"--out {self.path}: cannot be made ({error.strerror}); choose a folder that you may write to"
             ) from None
         with _errors(self.path):
-            file = self.path / IDENTITY_NAME
-            there = file.exists()
-            strangers = [p.name for p in self.path.iterdir() if not p.name.startswith(_PART_PREFIX)]
-            if strangers and not there:
-                raise ConfigError(
-                    f"--out {path}: holds {sorted(strangers)[0]} and no {IDENTITY_NAME}, so it is no export to go on "
-                    "with; choose an empty folder"
-                )
-        if there:
-            _refuse_another(file, read_record(self.path)["identity"], identity)
-        else:
-            text = json.dumps({"version": VERSION, "identity": identity, **notes}, indent=2).encode()
-            self.put(IDENTITY_NAME, lambda out: _write(out, text))
-            self.outcomes.clear()
-
-    def __enter__(self) -> Self:
-        with _errors(self.path):
-            self._lock = os.open(self.path / IDENTITY_NAME, os.O_RDONLY)
+            # The folder, not its record, which is replaced when the notes change.
+            self._lock = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claim(self._lock)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _claim(self, lock: int) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
             raise ConfigError(f"--out {self.path}: another process is exporting to it; wait for it") from None
         except OSError:
             pass  # a file system without locks; two writers still write whole files with equal content
+        with _errors(self.path):
+            there = {path.name for path in self.path.iterdir() if not path.name.startswith(_PART_PREFIX)}
+        if IDENTITY_NAME in there:
+            _refuse_another(self.path, read_record(self.path), self._record)
+        elif there:
+            raise ConfigError(
+                f"--out {self.path}: holds {min(there)} and no {IDENTITY_NAME}, so it is no export to go on "
+                "with; choose an empty folder"
+            )
         for part in self.path.rglob(f"{_PART_PREFIX}*"):
             part.unlink(missing_ok=True)
-        return self
+        text = json.dumps(self._record, indent=2).encode()
+        self.put(IDENTITY_NAME, lambda out: _write(out, text))
+        self.outcomes.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -156,17 +164,25 @@ def read_record(path: Path) -> dict[str, Any]:
     raise ConfigError(f"{file}: {why}; make the export again in an empty folder")
 
 
-def _refuse_another(file: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    wanted = json.loads(json.dumps(wanted))
+def _refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ConfigError with what differs in words, unless two records are of one export."""
+    its, ours = found["identity"], wanted["identity"]
+    differ = [name for name in dict.fromkeys([*its, *ours]) if its.get(name) != ours.get(name)]
     lines = [
-        f"{name}: it has {json.dumps(found.get(name))}, this export asks {json.dumps(wanted.get(name))}"
-        for name in dict.fromkeys([*found, *wanted])
-        if found.get(name) != wanted.get(name)
+        f"{name}: it has {json.dumps(its.get(name))}, this export asks {json.dumps(ours.get(name))}"
+        for name in differ
+        if name != "run"
     ]
+    if "run" in differ:
+        url, now = (record.get("source", {}).get("url") for record in (found, wanted))
+        lines += [
+            f"run: {now} has other rows or states than when this folder was made from it (was it extracted again?)"
+            if url == now
+            else f"run: it was made from {url}, and {now} is another run, with other rows or states"
+        ]
     if lines:
         raise ConfigError(
-            f"--out {file.parent}: holds another export; choose an empty folder, or the old settings:\n  "
-            + "\n  ".join(lines)
+            f"--out {path}: holds another export; choose an empty folder, or the old settings:\n  " + "\n  ".join(lines)
         )
 
 

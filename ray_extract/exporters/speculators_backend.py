@@ -9,15 +9,16 @@ interfaces by their methods, so that this module imports without hs-connectors.
 """
 
 import argparse
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ray_extract.errors import ConfigError, ShardError
+from ray_extract.errors import ConfigError, NotFound, ShardError
 from ray_extract.exporters.export import check_states, cut
 from ray_extract.exporters.folder import read_record
 from ray_extract.exporters.source import Choice, open_source
@@ -39,7 +40,7 @@ class ShardTransfer:
         check: compare each row that is read with its digests (about 0.2 CPU-seconds a GiB).
 
     Raises:
-        ConfigError: the folder is no such export.
+        ConfigError: the folder is no such export, or an unfinished one.
     """
 
     def __init__(
@@ -62,7 +63,12 @@ class ShardTransfer:
         self._run = identity["run"]
         self._max_length = identity["max_length"]
         self._choice = Choice((), tuple(identity["states"][:-1]), identity["states"][-1], ())
-        self._rows = np.load(Path(data_path) / ROWS_FILE, allow_pickle=False)
+        try:
+            self._rows = np.load(Path(data_path) / ROWS_FILE, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            raise ConfigError(
+                f"{data_path}: no readable {ROWS_FILE} in it, so the export did not end; run the same command again"
+            ) from None
         self._data: HiddenStates | None = None
         self._pid = 0
 
@@ -70,11 +76,12 @@ class ShardTransfer:
         """Open the run, once in each process.
 
         Raises:
-            ConfigError: it is not the run that was exported.
+            ConfigError: no run is there, or not the one that was exported; says how to name another place.
         """
         if self._data is not None and self._pid == os.getpid():
             return
-        source = open_source(self._url, self._options)
+        with self._found():
+            source = open_source(self._url, self._options)
         if source.fingerprint != self._run:
             raise ConfigError(
                 f"{self._url}: not the run, or no longer the rows, that {self._where} was made from; export again into "
@@ -91,16 +98,29 @@ class ShardTransfer:
         Raises:
             ConfigError: see setup.
             IndexError: no such line.
+            NotFound: a shard is missing; says how to name another place.
             ShardError: the bytes are not what was captured, or a state is zero throughout.
         """
         self.setup()
         assert self._data is not None
         index, row = self._rows[file_idx].tolist()
-        item = cut(self._data[index], self._max_length)
+        with self._found():
+            item = cut(self._data[index], self._max_length)
         if item["row"] != row:
             raise ShardError(f"{self._where}/{ROWS_FILE}: item {index} of {self._url} is row {item['row']}, not {row}")
         check_states(item, self._choice.names, self._url)
         return {"hidden_states": stacked(item, self._choice), "token_ids": item["input_ids"]}
+
+    @contextlib.contextmanager
+    def _found(self) -> Iterator[None]:
+        """Say what to do about a run that is not, or not whole, where the export left it."""
+        try:
+            yield
+        except (ConfigError, NotFound) as error:
+            raise type(error)(
+                f"{error}; if the run has moved, tell the trainer by --ray-extract-url URL, or run "
+                f"`ray-extract export URL --to speculators --link --out {self._where}` with its options again"
+            ) from None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Never: the states are there. Raises ConfigError."""

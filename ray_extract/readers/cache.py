@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ray_extract.errors import ConfigError, NotFound, ShardError, StoreError
 from ray_extract.layout import EXTENSIONS
+from ray_extract.readers.arguments import whole
 from ray_extract.readers.fetch import fetch, wanted
 from ray_extract.shards.base import Shard
 from ray_extract.shards.reader import open_shard
@@ -57,14 +58,12 @@ class ShardCache:
         max_bytes: most bytes in it.
 
     Raises:
-        ConfigError: no such folder can be made, or max_bytes is not positive.
+        ConfigError: no such folder can be made, or max_bytes is no positive number.
     """
 
     def __init__(self, folder: str | Path, max_bytes: int) -> None:
-        if max_bytes < 1:
-            raise ConfigError(f"cache_bytes = {max_bytes}: must be positive")
+        self.max_bytes = whole("cache_bytes", max_bytes, 1)
         self.folder = Path(folder).expanduser().absolute()
-        self.max_bytes = max_bytes
         self._locks = self.folder / ".locks"
         try:
             self._locks.mkdir(parents=True, exist_ok=True)
@@ -96,19 +95,20 @@ class ShardCache:
         """
         name = _name(store.url, key, names)
         path = self.folder / f"{name}.{EXTENSIONS.get(format, format)}"
-        shard = None if again else self._hit(path, key, format)
+        where = f"{store.url}/{key}"
+        shard = None if again else self._hit(path, where, format)
         if shard is not None:
             return shard
         with self._lock(name[:2]):
             # Somebody else may have fetched it while we waited.
-            shard = None if again else self._hit(path, key, format)
+            shard = None if again else self._hit(path, where, format)
             return shard if shard is not None else self._fetch(path, store, key, format, names, stop)
 
-    def _hit(self, path: Path, key: str, format: str) -> Shard | None:
+    def _hit(self, path: Path, where: str, format: str) -> Shard | None:
         with self._lock("space", fcntl.LOCK_SH):  # or it could be evicted between its name and its opening
             try:
                 os.utime(path)
-                return _open(path, key, format)
+                return _open(path, where, format)
             except (FileNotFoundError, NotFound):
                 return None
             except ShardError as error:
@@ -136,7 +136,7 @@ class ShardCache:
                 os.fsync(fd)
             with self._lock("space", fcntl.LOCK_SH):
                 part.replace(path)
-                return _open(path, key, format)
+                return _open(path, f"{store.url}/{key}", format)
         except BaseException:
             part.unlink(missing_ok=True)
             raise
@@ -212,9 +212,12 @@ def _name(url: str, key: str, names: Sequence[str]) -> str:
     return hashlib.sha256("\n".join([url, key, *sorted(names)]).encode()).hexdigest()[:32]
 
 
-def _open(path: Path, key: str, format: str) -> Shard:
-    shard = open_shard(LocalStore(path.parent), path.name, format)
-    shard.key = key
+def _open(path: Path, where: str, format: str) -> Shard:
+    try:
+        shard = open_shard(LocalStore(path.parent), path.name, format)
+    except ShardError as error:
+        raise ShardError(str(error).replace(str(path), where)) from None  # the copy is right if it was just fetched
+    shard.where = where
     return shard
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from ray_extract.errors import ConfigError
+from ray_extract.readers.arguments import whole
 from ray_extract.readers.rows import Rows
 from ray_extract.shards.base import Shard
 
@@ -66,9 +67,7 @@ class HiddenStates(Dataset[dict[str, Any]]):
         cache_dir: str | Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        if open_shards < 1:
-            raise ConfigError(f"open_shards = {open_shards}: must be at least 1")
-        self._limit = open_shards
+        self._limit = whole("open_shards", open_shards, 1)
         self._rows = Rows(url, states, check, storage_options, cache_dir, cache_bytes, whole=False)
         self.states = self._rows.states
         self._open: collections.OrderedDict[int, Shard] = collections.OrderedDict()
@@ -80,6 +79,7 @@ class HiddenStates(Dataset[dict[str, Any]]):
         """The item; negative indices count from the end.
 
         Raises:
+            ConfigError: the index is no whole number.
             IndexError: outside the data set.
             ShardError: the shard is not the one of the manifest, or, with check, its bytes are not what was captured.
             StoreError: the store failed.
@@ -88,12 +88,19 @@ class HiddenStates(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several items, as a DataLoader with a batch size asks for; raises as __getitem__ does."""
-        size = len(self)
-        for index in indices:
-            if not -size <= index < size:
-                raise IndexError(f"row {index} of {size}")
-        places = [index % size for index in indices]
-        return self._rows.items(places, [self._shard(int(self._rows.shard_of[place])) for place in places])
+        places = [self._place(index) for index in indices]
+        with self._rows.mending():
+            return self._rows.items(places, [self._shard(int(self._rows.shard_of[place])) for place in places])
+
+    def _place(self, index: Any) -> int:
+        if isinstance(index, slice):
+            raise ConfigError(
+                f"index = {index}: rows come one by one; a part of them is torch.utils.data.Subset(data, range(...))"
+            )
+        size, number = len(self), whole("index", index, None)
+        if not -size <= number < size:
+            raise IndexError(f"row {number} of {size}")
+        return number % size
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Prompt tokens of each item, for samplers that batch by length; i64 [len]."""

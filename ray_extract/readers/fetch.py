@@ -54,10 +54,10 @@ def wanted(store: Store, key: str, format: str, names: Sequence[str]) -> Wanted:
     if format != "raw":
         info = store.head(key)
         if info is None:
-            raise NotFound(f"{key}: no such shard")
+            raise NotFound(f"{store.url}/{key}: no such shard")
         return Wanted(info.size, ((0, info.size),))
     read, size = read_ranges(store, key)
-    layout, _ = read_layout(key, read, size)
+    layout, _ = read_layout(f"{store.url}/{key}", read, size)
     return Wanted(size, raw_ranges(layout, names))
 
 
@@ -133,4 +133,4 @@ def fetch_to_memory(
         np.copyto(target[start : start + len(chunk)], np.frombuffer(chunk, dtype=np.uint8))
 
     fetch(store, key, want.ranges, write, stop)
-    return open_image(key, format, memoryview(image))
+    return open_image(f"{store.url}/{key}", format, memoryview(image))

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ray_extract.counts import TokenCounts, read_counts
-from ray_extract.errors import ShardError
+from ray_extract.errors import NotFound, ShardError
 from ray_extract.head import read_header
-from ray_extract.layout import HEAD_KEY
+from ray_extract.layout import COUNTS_KEY, HEAD_KEY, RUN_KEY
 from ray_extract.shards.values import TORCH_DTYPES
 from ray_extract.store import Store, open_store
-from ray_extract.tensors import Header, Place
+from ray_extract.tensors import WRITTEN_AGAIN, Header, Place
 
 _BLOCK = 32 << 20
 
@@ -65,17 +65,29 @@ def load_head(url: str, storage_options: Mapping[str, Any] | None = None, *, che
         StoreError: the store failed.
     """
     store = open_store(url, storage_options or {})
-    header = read_header(store)
+    try:
+        header = read_header(store)
+    except NotFound:
+        raise _lacks(
+            store,
+            f"no {HEAD_KEY}: extraction has not begun, or the run stores none (output.head = false, random weights, "
+            "simulated states, or a head that the checkpoint does not hold as plain tensors; its log says which); take "
+            "it from the checkpoint",
+        ) from None
     body = _body(store, header)
     if check and hashlib.sha256(body).hexdigest() != header.metadata["sha256"]:
-        raise ShardError(f"{store.url}/{HEAD_KEY}: its bytes are not those that were written")
-    tensors = {name: _tensor(body, place, len(header.text)) for name, place in header.tensors.items()}
+        raise ShardError(f"{store.url}/{HEAD_KEY}: its bytes are not those that were written; {WRITTEN_AGAIN}")
+    try:
+        tensors = {name: _tensor(body, place, len(header.text)) for name, place in header.tensors.items()}
+        config = json.loads(header.metadata["config"])
+    except (ValueError, KeyError) as error:
+        raise ShardError(f"{store.url}/{HEAD_KEY}: damaged: {error}; {WRITTEN_AGAIN}") from None
     return Head(
         lm_head=tensors["lm_head"],
         embed_tokens=tensors.get("embed_tokens", tensors["lm_head"]),
         norm=tensors["norm"],
         tied="embed_tokens" not in tensors,
-        config=json.loads(header.metadata["config"]),
+        config=config,
         model_fingerprint=header.metadata["model_fingerprint"],
     )
 
@@ -88,7 +100,18 @@ def load_token_counts(url: str, storage_options: Mapping[str, Any] | None = None
         ShardError: damaged, or of another release.
         StoreError: the store failed.
     """
-    return read_counts(open_store(url, storage_options or {}))[0]
+    store = open_store(url, storage_options or {})
+    try:
+        return read_counts(store)[0]
+    except NotFound:
+        raise _lacks(
+            store, f"no {COUNTS_KEY}: the run has not finished, or is of an older release; run it again to the end"
+        ) from None
+
+
+def _lacks(store: Store, what: str) -> NotFound:
+    """Why something is not in an output."""
+    return NotFound(f"{store.url}: {what if store.head(RUN_KEY) else f'no {RUN_KEY}; name the output.url of a run'}")
 
 
 def _body(store: Store, header: Header) -> memoryview:

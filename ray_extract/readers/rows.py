@@ -1,11 +1,12 @@
 """The rows of a finished run that are ok, and how their states are reached: by map, by range, or whole shards."""
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 
 from ray_extract.capture.digest import digest_ids, digest_tokens
-from ray_extract.errors import ConfigError, ShardError
+from ray_extract.errors import ConfigError, NotFound, ShardError
 from ray_extract.ledger import manifest_columns, read_manifest
 from ray_extract.readers.cache import ShardCache
 from ray_extract.readers.fetch import fetch_to_memory
@@ -108,6 +109,8 @@ class Rows:
         self._ends = np.cumsum(np.bincount(self.shard_of, minlength=len(self.shards)))
         self._stored = manifest_columns(manifest)
         there = {column.name: column for column in self._stored}
+        if isinstance(states, str):
+            raise ConfigError(f"states = {states!r}: must be a list of names, such as [{states!r}]")
         for name in states or ():
             if name not in there:
                 raise ConfigError(f"{self.url}: no state {name!r}; it has {', '.join(there)}")
@@ -263,15 +266,14 @@ class Rows:
                 wrong.append(column.name)
         if not wrong:
             return None
-        where = f"{self.url}/{shard.key}: row {int(self.row[index])}"
+        where = f"{shard.where}: row {int(self.row[index])}"
         return ShardError(f"{where}: {', '.join(wrong)} are not what was captured")
 
     def _agree(self, number: int, shard: Shard) -> None:
         """Raise ShardError unless the shard's row table says of its rows what the manifest says."""
         if shard.columns != self._stored:
             raise ShardError(
-                f"{self.url}/{shard.key}: its states are {_shown(shard.columns)}; the manifest says "
-                f"{_shown(self._stored)}"
+                f"{shard.where}: its states are {_shown(shard.columns)}; the manifest says {_shown(self._stored)}"
             )
         members = self.members(number)
         place = self.place[members]
@@ -283,9 +285,7 @@ class Rows:
         wrong = (place >= shard.rows) | (at(shard.table.row) != self.row[members])
         if wrong.any():
             i = int(np.argmax(wrong))
-            raise ShardError(
-                f"{self.url}/{shard.key}: line {place[i]} is not row {self.row[members[i]]}, as the manifest says"
-            )
+            raise ShardError(f"{shard.where}: line {place[i]} is not row {self.row[members[i]]}, as the manifest says")
         for what, differs in (
             ("digests", _differs(at(shard.digest), self._digests[members])),
             ("n_tokens", at(np.diff(shard.table.cu_seqlens)) != self.n_tokens[members]),
@@ -293,7 +293,18 @@ class Rows:
         ):
             if differs.any():
                 row = self.row[members[int(np.argmax(differs))]]
-                raise ShardError(f"{self.url}/{shard.key}: row {row}: the manifest's {what} are not what was captured")
+                raise ShardError(f"{shard.where}: row {row}: the manifest's {what} are not what was captured")
+
+    @contextlib.contextmanager
+    def mending(self) -> Iterator[None]:
+        """Say of a damaged or missing shard what to do about it."""
+        try:
+            yield
+        except (ShardError, NotFound) as error:
+            raise type(error)(
+                f"{error}; to extract its rows again, delete the unit's file in commits/ and run the same command; "
+                f"`ray-extract verify {self.url}` finds all such shards"
+            ) from None
 
     def renew(self) -> bool:
         """Open the store anew in a forked process; returns whether this is one. Raises ConfigError on object stores."""

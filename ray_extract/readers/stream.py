@@ -22,6 +22,7 @@ import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ray_extract.errors import ConfigError
+from ray_extract.readers.arguments import whole
 from ray_extract.readers.order import I64, Plan, Uses, epoch_order, pack, turns, uses
 from ray_extract.readers.rows import Rows
 from ray_extract.shards.base import Shard
@@ -59,7 +60,7 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         rows: what is read.
         candidates: i64 [n], the rows that may be in an epoch.
         weights: i64 [n], see order.divide.
-        seed, mix, rank, ranks, even, ahead: see HiddenStatesStream.
+        shuffle, mix, seed, rank, ranks, even, ahead: see HiddenStatesStream.
 
     Raises:
         ConfigError: a value that cannot be meant.
@@ -71,8 +72,9 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         candidates: I64,
         weights: I64,
         *,
-        seed: int,
+        shuffle: bool,
         mix: int | None,
+        seed: int,
         rank: int | None,
         ranks: int | None,
         even: Even,
@@ -84,23 +86,24 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         if rank is None or ranks is None:
             there = torch.distributed.is_available() and torch.distributed.is_initialized()
             rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if there else (0, 1)
-        if not 0 <= rank < ranks:
+        rank, ranks = whole("rank", rank), whole("ranks", ranks)
+        if rank >= ranks:
             raise ConfigError(f"rank = {rank}: must be in 0 .. {ranks - 1}, ranks being {ranks}")
         if even not in ("off", "drop", "pad"):
             raise ConfigError(f"even = {even!r}: must be off, drop or pad")
-        for name, value in (("seed", seed), ("mix", mix or 0), ("ahead", ahead)):
-            if value < 0:
-                raise ConfigError(f"{name} = {value}: must not be negative")
+        mix = None if mix is None else whole("mix", mix)
+        if mix == 0 and shuffle:
+            raise ConfigError("mix = 0: must be at least 1, or None for a uniform order; or shuffle=False")
         self.rows = rows
         self.states = rows.states
-        self.seed = seed
+        self.seed = whole("seed", seed)
         self.rank = rank
         self.ranks = ranks
         self._candidates = candidates
         self._weights = weights
-        self._mix = mix
+        self._mix = mix if shuffle else 0
         self._even = even
-        self._ahead = ahead
+        self._ahead = whole("ahead", ahead)
         self._shared = torch.zeros(4, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._passes = 0
         self._at: _Position | None = None
@@ -135,8 +138,7 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         Raises:
             ConfigError: it is negative.
         """
-        if epoch < 0:
-            raise ConfigError(f"epoch = {epoch}: must not be negative")
+        epoch = whole("epoch", epoch)
         if epoch != int(self._shared[_EPOCH]):
             self._place(epoch, 0)
 
@@ -164,8 +166,17 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         return self._state(at)
 
     def state_after(self, item: int, epoch: int | None = None) -> dict[str, Any]:
-        """The position after an item of this rank, by its `item` number, in the current epoch or the one given."""
-        return self._state(_Position(int(self._shared[_EPOCH]) if epoch is None else epoch, item + 1, 0, 1))
+        """The position after an item of this rank, by its `item` number, in the current epoch or the one given.
+
+        Raises:
+            ConfigError: the epoch has no such item.
+        """
+        epoch = int(self._shared[_EPOCH]) if epoch is None else whole("epoch", epoch)
+        total = self._plan(epoch)[1]
+        item = whole("item", item)
+        if item >= total:
+            raise ConfigError(f"item = {item}: epoch {epoch} has {total} items on this rank, from 0 on")
+        return self._state(_Position(epoch, item + 1, 0, 1))
 
     def _state(self, at: _Position) -> dict[str, Any]:
         return {"version": STATE_VERSION, **dataclasses.asdict(at), "of": dict(self._identity)}
@@ -191,16 +202,20 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         A position of one rank is valid on all, if they took equally many items.
 
         Raises:
-            ConfigError: it is of another data set, or of other arguments; the message names them.
+            ConfigError: it is of another data set, or of other arguments; the message names them. Or no position.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ConfigError(f"state version {state.get('version')!r}: this release reads {STATE_VERSION}")
-        mine, its = self._identity, dict(state["of"])
+        if not isinstance(state, Mapping) or "version" not in state:
+            raise ConfigError("the state is none that state_dict or state_after gave")
+        if state["version"] != STATE_VERSION:
+            raise ConfigError(f"state version {state['version']!r}: this release reads {STATE_VERSION}")
+        mine, its = self._identity, state.get("of")
+        if not isinstance(its, Mapping):
+            raise ConfigError("the state does not say of which stream it is; it is damaged")
         different = [name for name in mine if its.get(name, "nothing") != mine[name]]
         if different:
             shown = "; ".join(f"{name} was {its.get(name)!r} and is {mine[name]!r}" for name in different)
             raise ConfigError(f"the state is of another stream: {shown}")
-        at = _Position(int(state["epoch"]), int(state["next"]), int(state["worker"]), int(state["workers"]))
+        at = _Position(*(whole(f"state[{f.name!r}]", state.get(f.name)) for f in dataclasses.fields(_Position)))
         if get_worker_info() is not None:
             self._own, self._at = at, at
         elif at.workers > 1:
@@ -275,7 +290,8 @@ class EpochStream(IterableDataset[dict[str, Any]], abc.ABC):
         for items in runs:
             with _Window(self.rows, uses(plan, items, self.rows.shard_of), self._ahead) as window:
                 for place, item in enumerate(items.tolist()):
-                    made = self._make(plan, item, at.epoch, window.at(place)) | {"item": at.next}
+                    with self.rows.mending():
+                        made = self._make(plan, item, at.epoch, window.at(place)) | {"item": at.next}
                     window.leave(place)
                     self._at = at = dataclasses.replace(at, next=at.next + at.workers)
                     yield made
@@ -412,18 +428,18 @@ class HiddenStatesStream(EpochStream):
         ahead: int = 1,
     ) -> None:
         rows = Rows(url, states, check, storage_options, cache_dir, cache_bytes, whole=True)
+        max_tokens = None if max_tokens is None else whole("max_tokens", max_tokens, 1)
         candidates = _candidates(rows, max_tokens, long_rows)
         self._max_tokens = max_tokens
         self._long_rows = long_rows
         lengths = rows.n_tokens[candidates]
-        if shuffle and mix is not None and mix < 1:
-            raise ConfigError(f"mix = {mix}: must be at least 1, or None for a uniform order; or shuffle=False")
         super().__init__(
             rows,
             candidates,
             np.ones_like(lengths) if max_tokens is None else lengths,
+            shuffle=shuffle,
+            mix=mix,
             seed=seed,
-            mix=mix if shuffle else 0,
             rank=rank,
             ranks=ranks,
             even=even,
@@ -455,8 +471,6 @@ def _candidates(rows: Rows, max_tokens: int | None, long_rows: LongRows) -> I64:
     everything = np.arange(len(rows), dtype=np.int64)
     if max_tokens is None:
         return everything
-    if max_tokens < 1:
-        raise ConfigError(f"max_tokens = {max_tokens}: must be at least 1")
     fits = rows.n_tokens <= max_tokens
     if fits.all() or long_rows == "alone":
         return everything

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from ray_extract.errors import ConfigError, ShardError
+from ray_extract.readers.arguments import whole
 from ray_extract.readers.order import I64, Plan, cut_tokens, spans
 from ray_extract.readers.rows import U8, Rows
 from ray_extract.readers.stream import EpochStream, Even
@@ -89,13 +91,12 @@ class TokenSampler(EpochStream):
         cache_bytes: int | None = None,
         ahead: int = 1,
     ) -> None:
-        for name, value in (("batch_tokens", batch_tokens), ("tokens_per_row", tokens_per_row), ("mix_rows", mix_rows)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} = {value}: must be at least 1")
+        self._batch_tokens = whole("batch_tokens", batch_tokens, 1)
+        self._tokens_per_row = None if tokens_per_row is None else whole("tokens_per_row", tokens_per_row, 1)
+        self._mix_rows = whole("mix_rows", mix_rows, 1)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype = {dtype!r}: must be one of PyTorch's types of real numbers, as torch.float32")
         rows = Rows(url, states, False, storage_options, cache_dir, cache_bytes, whole=False)
-        self._batch_tokens = batch_tokens
-        self._tokens_per_row = tokens_per_row
-        self._mix_rows = mix_rows
         self._dtype = dtype
         self.scales = _scales(rows, normalise)
         candidates = np.flatnonzero(rows.kept > 0).astype(np.int64)
@@ -107,8 +108,9 @@ class TokenSampler(EpochStream):
             rows,
             candidates,
             self._takes[candidates],
+            shuffle=shuffle,
+            mix=mix,
             seed=seed,
-            mix=mix if shuffle else 0,
             rank=rank,
             ranks=ranks,
             even=even,
@@ -120,6 +122,7 @@ class TokenSampler(EpochStream):
             "batch_tokens": self._batch_tokens,
             "tokens_per_row": self._tokens_per_row,
             "mix_rows": self._mix_rows,
+            "normalise": self.scales,
         }
 
     def _items(self, order: I64) -> Plan:
@@ -217,7 +220,9 @@ def _scales(rows: Rows, normalise: bool | Mapping[str, float]) -> dict[str, floa
         missing = [name for name in rows.states if name not in normalise]
         if missing:
             raise ConfigError(f"normalise: no scale of {', '.join(missing)}; it has {', '.join(normalise) or 'none'}")
-        return {name: float(normalise[name]) for name in rows.states}
+        return {name: _scale(name, normalise[name]) for name in rows.states}
+    if not isinstance(normalise, bool):
+        raise ConfigError(f"normalise = {normalise!r}: must be True, False, or the scales of an earlier sampler")
     if not normalise:
         return {}
 
@@ -226,13 +231,29 @@ def _scales(rows: Rows, normalise: bool | Mapping[str, float]) -> dict[str, floa
         of_rows = shard.stats.sumsq[rows.place[rows.members(number)]].sum(axis=0)
         return {column.name: float(total) for column, total in zip(shard.columns, of_rows, strict=True)}
 
-    with concurrent.futures.ThreadPoolExecutor(_SHARDS_AT_ONCE if rows.remote else 1) as pool:
+    with rows.mending(), concurrent.futures.ThreadPoolExecutor(_SHARDS_AT_ONCE if rows.remote else 1) as pool:
         found = list(pool.map(sums, range(len(rows.shards))))
     scales: dict[str, float] = {}
     for name in rows.states:
         elements = int(rows.kept.sum()) * rows.columns[name].width
         total = sum(shard[name] for shard in found)
-        if not total > 0:
+        if not 0 <= total < math.inf:
+            raise ShardError(
+                f"{rows.url}: the sums of squares of {name} add up to {total}, so a shard is damaged; "
+                f"`ray-extract verify {rows.url}` says which"
+            )
+        if total == 0:
             raise ShardError(f"{rows.url}: {name} is zero in all of its {len(rows)} rows; it cannot be normalised")
         scales[name] = float(np.sqrt(elements / total))
     return scales
+
+
+def _scale(name: str, value: Any) -> float:
+    """A scale that was handed in. Raises ConfigError unless it is a number that a state can be multiplied by."""
+    try:
+        scale = math.nan if isinstance(value, str | bool) else float(value)
+    except (TypeError, ValueError):
+        scale = math.nan
+    if not 0 < scale < math.inf:
+        raise ConfigError(f"normalise[{name!r}] = {value!r}: must be a finite number above 0")
+    return scale

@@ -259,15 +259,15 @@ class ParquetShard(Shard):
     Random reads of rows much smaller than a row group decode the whole group each time; read in order, or use raw.
 
     Args:
-        key: the object's key.
+        where: the object's URL and key, for messages.
         size: bytes of the object.
         file: the open file.
         contents: see Shard.
         lines: where its pieces are.
     """
 
-    def __init__(self, key: str, size: int, file: pq.ParquetFile, contents: ShardContents, lines: Lines) -> None:
-        super().__init__(key, size, contents)
+    def __init__(self, where: str, size: int, file: pq.ParquetFile, contents: ShardContents, lines: Lines) -> None:
+        super().__init__(where, size, contents)
         self._file = file
         self._lines = lines
         self._group = -1
@@ -292,11 +292,11 @@ class ParquetShard(Shard):
         """A state of line i of the shard; u8 [tokens, width]."""
         lines = self._lines
         tokens = int(lines.begin[i + 1] - lines.begin[i])
-        with _explained(self.key):
+        with _explained(self.where):
             value = self._column(int(lines.group[i]), name)[int(lines.line[i])].as_buffer()
         nbytes = 0 if value is None else value.size
         if nbytes != tokens * width:
-            raise ShardError(f"{self.key}: line {i}: {name} has {nbytes} bytes, expected {tokens * width}")
+            raise ShardError(f"{self.where}: line {i}: {name} has {nbytes} bytes, expected {tokens * width}")
         return np.frombuffer(value, dtype=np.uint8).reshape(tokens, width)
 
     def sha256_other(self) -> str:
@@ -320,13 +320,13 @@ class ParquetShard(Shard):
 
 
 @contextlib.contextmanager
-def _explained(key: str) -> Iterator[None]:
+def _explained(where: str) -> Iterator[None]:
     """Turn what pyarrow raises for a bad file into ShardError; our own errors pass as they are."""
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ShardError(f"{key}: not a whole Parquet shard: {first}") from None
+        raise ShardError(f"{where}: not a whole Parquet shard: {first}") from None
 
 
 def open_parquet(store: Store, key: str) -> ParquetShard:
@@ -337,54 +337,54 @@ def open_parquet(store: Store, key: str) -> ParquetShard:
         ShardError: truncated, altered, or not a Parquet shard of this release.
         StoreError: the store failed.
     """
-    path = store.local_path(key)
-    with _explained(key):
+    where, path = f"{store.url}/{key}", store.local_path(key)
+    with _explained(where):
         if path is not None:
             if not path.exists():
-                raise NotFound(f"{key}: no such shard")
+                raise NotFound(f"{where}: no such shard")
             size = path.stat().st_size
             file = pq.ParquetFile(path, memory_map=True)
         else:
             info = store.head(key)
             if info is None:
-                raise NotFound(f"{key}: no such shard")
+                raise NotFound(f"{where}: no such shard")
             size = info.size
             # pre_buffer merges the small columns of a row group into one read.
             file = pq.ParquetFile(StoredFile(store, key, size), pre_buffer=True)
-        return _open(key, size, file)
+        return _open(where, size, file)
 
 
-def open_parquet_image(key: str, image: memoryview) -> ParquetShard:
+def open_parquet_image(where: str, image: memoryview) -> ParquetShard:
     """Open a Parquet shard whose object lies in memory; nothing is copied.
 
     Raises:
         ShardError: truncated, altered, or not a Parquet shard of this release.
     """
-    with _explained(key):
-        return _open(key, len(image), pq.ParquetFile(pa.BufferReader(pa.py_buffer(image))))
+    with _explained(where):
+        return _open(where, len(image), pq.ParquetFile(pa.BufferReader(pa.py_buffer(image))))
 
 
-def _open(key: str, size: int, file: pq.ParquetFile) -> ParquetShard:
-    with _explained(key):
-        columns, metadata = _parse_schema(key, file.schema_arrow)
+def _open(where: str, size: int, file: pq.ParquetFile) -> ParquetShard:
+    with _explained(where):
+        columns, metadata = _parse_schema(where, file.schema_arrow)
         names = [name for name, _ in _ROW_FIELDS]
         table = file.read(columns=names, use_threads=False)
         contents, lines = _contents(columns, metadata, table, _group_rows(file.metadata))
-    return ParquetShard(key, size, file, contents, lines)
+    return ParquetShard(where, size, file, contents, lines)
 
 
-def _parse_schema(key: str, schema: pa.Schema) -> tuple[tuple[Column, ...], dict[str, str]]:
+def _parse_schema(where: str, schema: pa.Schema) -> tuple[tuple[Column, ...], dict[str, str]]:
     stored = {k.decode(): v.decode() for k, v in (schema.metadata or {}).items()}
     if stored.get("format") != "ray_extract" or stored.get("version") != FORMAT_VERSION:
         raise ShardError(
-            f"{key}: format {stored.get('format')!r} version {stored.get('version')!r}; this release reads "
+            f"{where}: format {stored.get('format')!r} version {stored.get('version')!r}; this release reads "
             f"ray_extract version {FORMAT_VERSION}"
         )
     columns = tuple(Column(*entry) for entry in json.loads(stored["ray_extract.columns"]))
     for name, kind in (*_ROW_FIELDS, *((c.name, pa.large_binary()) for c in columns)):
         if name not in schema.names or schema.field(name).type != kind:
             found = schema.field(name).type if name in schema.names else "missing"
-            raise ShardError(f"{key}: column {name} is {found}, expected {kind}")
+            raise ShardError(f"{where}: column {name} is {found}, expected {kind}")
     metadata = json.loads(stored["ray_extract.metadata"])
     return columns, {str(name): str(value) for name, value in metadata.items()}
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ray_extract.errors import NotFound, ShardError
 from ray_extract.shards.base import RowStats, Shard, ShardContents, sha256_of
 from ray_extract.shards.image import ITEMSIZE, ImageLayout, RowTable, parse_layout
-from ray_extract.store import Store
+from ray_extract.store import Store, translate
 
 HEAD_BYTES = 64 << 10
 # A thousand states take 200 KB; a longer one means that the file is something else.
@@ -52,13 +52,13 @@ class RawShard(Shard):
     """A raw shard, read by ranges or, from a local folder, by a memory map without a copy.
 
     Args:
-        key: the object's key.
+        where: the object's URL and key, for messages.
         layout: where its tensors lie.
         read: reads a range of it.
         head: its first bytes, as far as they were read already.
     """
 
-    def __init__(self, key: str, layout: ImageLayout, read: Read, head: memoryview = _NOTHING) -> None:
+    def __init__(self, where: str, layout: ImageLayout, read: Read, head: memoryview = _NOTHING) -> None:
         self.layout = layout
         self._read = read
         self._tensors = layout.tensors
@@ -72,11 +72,11 @@ class RawShard(Shard):
             digest=tensor["digest"],
             stats=RowStats(**{name: tensor[name] for name in _STATS}),
         )
-        super().__init__(key, layout.nbytes, contents)
+        super().__init__(where, layout.nbytes, contents)
         for column in self.columns:
             if self._tensors[column.name].shape[0] != self.table.num_kept:
                 raise ShardError(
-                    f"{key}: {column.name} has {self._tensors[column.name].shape[0]} tokens, "
+                    f"{where}: {column.name} has {self._tensors[column.name].shape[0]} tokens, "
                     f"cu_kept says {self.table.num_kept}"
                 )
 
@@ -105,29 +105,29 @@ def open_raw(store: Store, key: str) -> RawShard:
         ShardError: truncated, altered, or not a raw shard of this release.
         StoreError: the store failed.
     """
-    path = store.local_path(key)
-    return _open(key, *(_map_file(key, path) if path is not None else read_ranges(store, key)))
+    where, path = f"{store.url}/{key}", store.local_path(key)
+    return _open(where, *(_map_file(where, path) if path is not None else read_ranges(store, key)))
 
 
-def open_raw_image(key: str, image: memoryview) -> RawShard:
+def open_raw_image(where: str, image: memoryview) -> RawShard:
     """Open a raw shard whose object lies in memory; nothing is copied, and its states are views of `image`.
 
     Raises:
         ShardError: truncated, altered, or not a raw shard of this release.
     """
-    return _open(key, lambda start, length: image[start : start + length], len(image))
+    return _open(where, lambda start, length: image[start : start + length], len(image))
 
 
-def _open(key: str, read: Read, size: int) -> RawShard:
-    layout, head = read_layout(key, read, size)
-    return RawShard(key, layout, read, head)
+def _open(where: str, read: Read, size: int) -> RawShard:
+    layout, head = read_layout(where, read, size)
+    return RawShard(where, layout, read, head)
 
 
-def read_layout(key: str, read: Read, size: int) -> tuple[ImageLayout, memoryview]:
+def read_layout(where: str, read: Read, size: int) -> tuple[ImageLayout, memoryview]:
     """Read and check a raw shard's layout.
 
     Args:
-        key: the object's key, for messages.
+        where: the object's URL and key, for messages.
         read: reads a range of it.
         size: its bytes.
 
@@ -140,22 +140,22 @@ def read_layout(key: str, read: Read, size: int) -> tuple[ImageLayout, memoryvie
     """
     head = read(0, min(size, HEAD_BYTES))
     if len(head) < 8:
-        raise ShardError(f"{key}: {size} bytes are no safetensors file")
+        raise ShardError(f"{where}: {size} bytes are no safetensors file")
     end = 8 + int.from_bytes(head[:8], "little")
     if end - 8 > MAX_HEADER_BYTES:
-        raise ShardError(f"{key}: not a safetensors file (its header would have {end - 8} bytes)")
+        raise ShardError(f"{where}: not a safetensors file (its header would have {end - 8} bytes)")
     if end > size:
-        raise ShardError(f"{key}: truncated: {size} bytes, but its header ends at {end}")
+        raise ShardError(f"{where}: truncated: {size} bytes, but its header ends at {end}")
     if end > len(head):
         head = read(0, end)
     try:
         layout = parse_layout(bytes(head[:end]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShardError(f"{key}: not a raw shard: {error}") from None
-    _check_layout(key, layout)
+        raise ShardError(f"{where}: not a raw shard: {error}") from None
+    _check_layout(where, layout)
     if layout.nbytes != size:
         what = "truncated" if size < layout.nbytes else "too long"
-        raise ShardError(f"{key}: {what}: {size} bytes, its header says {layout.nbytes}")
+        raise ShardError(f"{where}: {what}: {size} bytes, its header says {layout.nbytes}")
     return layout, head
 
 
@@ -164,33 +164,35 @@ def image_shard(layout: ImageLayout, buffer: memoryview) -> RawShard:
     return RawShard("image in memory", layout, lambda start, length: buffer[start : start + length])
 
 
-def _map_file(key: str, path: Path) -> tuple[Read, int]:
+def _map_file(where: str, path: Path) -> tuple[Read, int]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             # Copy-on-write: the tensors made from it are writable as PyTorch wants, and the file stays as it is.
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)) if size else memoryview(b"")
     except FileNotFoundError:
-        raise NotFound(f"{key}: no such shard") from None
+        raise NotFound(f"{where}: no such shard") from None
+    except OSError as error:
+        raise translate(error, where) from None
     return (lambda start, length: view[start : start + length]), size
 
 
 def read_ranges(store: Store, key: str) -> tuple[Read, int]:
     """A way to read an object's ranges, and its size. Raises NotFound if there is no such object."""
-    info = store.head(key)
+    where, info = f"{store.url}/{key}", store.head(key)
     if info is None:
-        raise NotFound(f"{key}: no such shard")
+        raise NotFound(f"{where}: no such shard")
 
     def read(start: int, length: int) -> memoryview:
         part = store.get_view(key, start, length)
         if len(part) != length:
-            raise ShardError(f"{key}: truncated: {len(part)} of {length} bytes at {start}")
+            raise ShardError(f"{where}: truncated: {len(part)} of {length} bytes at {start}")
         return part
 
     return read, info.size
 
 
-def _check_layout(key: str, layout: ImageLayout) -> None:
+def _check_layout(where: str, layout: ImageLayout) -> None:
     """That the header describes an image; parse_layout believes it. Raises ShardError naming the tensor."""
     at = len(layout.header)
     for t in layout.tensors.values():
@@ -198,19 +200,19 @@ def _check_layout(key: str, layout: ImageLayout) -> None:
         kind = _KINDS.get(t.name, (t.dtype, 2 if state else 1))
         if (t.dtype, len(t.shape)) != kind or t.dtype not in ITEMSIZE:
             raise ShardError(
-                f"{key}: {t.name:.40} is {t.dtype:.40}{list(t.shape[:4])}, which this release does not read"
+                f"{where}: {t.name:.40} is {t.dtype:.40}{list(t.shape[:4])}, which this release does not read"
             )
         expected = math.prod(t.shape) * ITEMSIZE[t.dtype]
         if t.nbytes != expected or t.offset != at:
             raise ShardError(
-                f"{key}: {t.name:.40} {t.dtype}{list(t.shape)} lies at {t.offset} with {t.nbytes} bytes; "
+                f"{where}: {t.name:.40} {t.dtype}{list(t.shape)} lies at {t.offset} with {t.nbytes} bytes; "
                 f"expected {at} and {expected}"
             )
         at += t.nbytes
     missing = _KINDS.keys() - layout.tensors.keys()
     if missing:
-        raise ShardError(f"{key}: no tensor {', '.join(sorted(missing))}")
+        raise ShardError(f"{where}: no tensor {', '.join(sorted(missing))}")
     if not layout.columns:
-        raise ShardError(f"{key}: no states")
+        raise ShardError(f"{where}: no states")
     if layout.tensors["spans"].shape[1] != 2:
-        raise ShardError(f"{key}: spans is {list(layout.tensors['spans'].shape)}, not pairs")
+        raise ShardError(f"{where}: spans is {list(layout.tensors['spans'].shape)}, not pairs")

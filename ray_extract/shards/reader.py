@@ -19,14 +19,14 @@ def open_shard(store: Store, key: str, format: str) -> Shard:
         return open_raw(store, key)
     if format == "parquet":
         return open_parquet(store, key)
-    raise _unknown(key, format)
+    raise _unknown(f"{store.url}/{key}", format)
 
 
-def open_image(key: str, format: str, image: memoryview) -> Shard:
+def open_image(where: str, format: str, image: memoryview) -> Shard:
     """Open a shard whose object lies in memory, as open_shard does; nothing is copied.
 
     Args:
-        key: the object's key, for messages.
+        where: the object's URL and key, for messages.
         format: `raw` or `parquet`.
         image: its bytes. A raw shard's states are views of it, so bytes of states that are not read may be missing.
 
@@ -34,11 +34,11 @@ def open_image(key: str, format: str, image: memoryview) -> Shard:
         ShardError: truncated, altered, or not a shard of this release; an unknown format.
     """
     if format == "raw":
-        return open_raw_image(key, image)
+        return open_raw_image(where, image)
     if format == "parquet":
-        return open_parquet_image(key, image)
-    raise _unknown(key, format)
+        return open_parquet_image(where, image)
+    raise _unknown(where, format)
 
 
-def _unknown(key: str, format: str) -> ShardError:
-    return ShardError(f"{key}: format {format!r} is unknown to this release; it reads raw and parquet")
+def _unknown(where: str, format: str) -> ShardError:
+    return ShardError(f"{where}: format {format!r} is unknown to this release; it reads raw and parquet")

@@ -1,0 +1,155 @@
+"""How far a run is, from its output alone: plan and commits say it, progress.json what only the run's driver knows."""
+
+import dataclasses
+import json
+import time
+from calendar import timegm
+from collections.abc import Mapping
+from typing import Any
+
+from ray_extract import layout
+from ray_extract.errors import NotFound
+from ray_extract.ledger import Ledger, latest_manifest
+from ray_extract.plan import load_plan
+from ray_extract.progress import TIME_FORMAT, show_seconds
+from ray_extract.store import Store
+
+SILENT_S = 300.0
+"""A driver that runs writes progress.json more often than this."""
+
+_MEANS = {
+    "planning": "it has begun, and has no plan yet",
+    "silent": "its driver ended without a word, or cannot write here; run it again to go on",
+    "unknown": f"no readable {layout.PROGRESS_KEY} says whether a driver works on it; run it again to go on",
+    "done": "everything is extracted; the manifest comes last",
+    "drained": "stopped on request; run it again to go on",
+    "failed": "run it again to go on",
+    "damaged": "it was complete, and commits are gone; run it again",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How far a run is.
+
+    Args:
+        state: `complete`; `damaged`: it was, and commits are gone; `planning`; `silent`: its driver said nothing for
+            SILENT_S; `unknown`: nothing tells; or what the driver said, see progress.Snapshot.to_json.
+        units, units_done: planned, and those of them with a commit.
+        tokens, tokens_committed: prompt tokens of the same.
+        rows_failed: in the manifest, or else as far as the driver said; None if nothing tells.
+        manifest: key of the latest one, or None.
+        progress: what progress.json holds; empty without a readable one.
+        age_s: since that was written, by this machine's clock; None without one.
+    """
+
+    state: str
+    units: int
+    units_done: int
+    tokens: int
+    tokens_committed: int
+    rows_failed: int | None
+    manifest: str | None
+    progress: Mapping[str, Any]
+    age_s: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """progress.json, with what plan and commits say in place of what it says of them."""
+        known = dataclasses.asdict(self)
+        del known["progress"]
+        return {**self.progress, **known}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        means = f": {_MEANS[self.state]}" if self.state in _MEANS else ""
+        heard = f" (its driver was heard of {show_seconds(self.age_s)} ago)" if self.age_s is not None else ""
+        lines = [
+            f"state       {self.state}{means}{heard}",
+            f"units       {self.units_done:,} of {self.units:,} committed",
+            f"tokens      {self.tokens_committed:,} of {self.tokens:,}",
+        ]
+        if self.progress:
+            speed, engines = self.progress["tokens_per_s"], self.progress["engines_ready"]
+            lines.append(f"speed       {speed:,.0f} tokens/s, {engines} engines ready")
+        return [
+            *lines,
+            f"failed rows {'unknown' if self.rows_failed is None else f'{self.rows_failed:,}'}",
+            f"manifest    {self.manifest or 'none yet'}",
+        ]
+
+
+def run_status(store: Store) -> RunStatus:
+    """How far the run is whose output this is.
+
+    Raises:
+        NotFound: no run has begun there.
+        IdentityMismatch, PlanError: it is of another release, or damaged.
+        StoreError: the store failed.
+    """
+    ledger = Ledger(store)
+    if ledger.identity() is None:
+        raise NotFound(f"{store.url}: no {layout.RUN_KEY} there; not the output of a run, or none has begun")
+    try:
+        units = load_plan(store)[1]
+    except NotFound:
+        return RunStatus("planning", 0, 0, 0, 0, None, None, {}, None)
+    committed = ledger.committed_units()
+    done = [unit for unit in units if unit.unit in committed]
+    progress, success = _record(store, layout.PROGRESS_KEY), _record(store, layout.SUCCESS_KEY)
+    age = _age(progress)
+    if age is None:
+        progress = {}
+    manifest, failed = latest_manifest(store), progress.get("rows_failed")
+    # _SUCCESS stays as it was when rows are extracted again.
+    if success.get("manifest") == manifest and isinstance(success.get("failed"), dict):
+        failed = sum(success["failed"].values())
+    return RunStatus(
+        state=state_of(bool(success), len(done) == len(units), progress.get("state"), age),
+        units=len(units),
+        units_done=len(done),
+        tokens=sum(unit.tokens for unit in units),
+        tokens_committed=sum(unit.tokens for unit in done),
+        rows_failed=failed,
+        manifest=manifest,
+        progress=progress,
+        age_s=age,
+    )
+
+
+def state_of(success: bool, whole: bool, said: str | None, age_s: float | None) -> str:
+    """The state of a planned run; pure.
+
+    Args:
+        success: whether it was complete once.
+        whole: whether every unit has a commit.
+        said: what the driver said last, if anything.
+        age_s: since then.
+    """
+    if success and whole:
+        return "complete"
+    works = said in ("running", "draining")
+    if works and age_s is not None and age_s <= SILENT_S:
+        return str(said)
+    if success:
+        return "damaged"
+    return "silent" if works else said or "unknown"
+
+
+def _record(store: Store, key: str) -> dict[str, Any]:
+    """A JSON object of the store; empty if it is absent or damaged."""
+    try:
+        found = json.loads(store.get(key))
+    except (NotFound, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _age(progress: Mapping[str, Any]) -> float | None:
+    """Seconds since progress was written; None if it lacks what is shown of it, so that it is none."""
+    kinds = {"state": str, "tokens_per_s": int | float, "engines_ready": int, "rows_failed": int}
+    if not all(isinstance(progress.get(name), kind) for name, kind in kinds.items()):
+        return None
+    try:
+        return max(0.0, time.time() - timegm(time.strptime(progress["time"], TIME_FORMAT)))
+    except (KeyError, TypeError, ValueError):
+        return None
