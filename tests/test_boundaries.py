@@ -176,6 +176,36 @@ def test_layers_are_flagged_that_are_listed_and_no_others(
     assert tuple(model.flags()) == boundaries
 
 
+class ByFlags(Inner):
+    """qwen3_5: it has a setter of its own, and goes by the flags that this one sets."""
+
+    def set_dflash_layers_to_capture(self, ids: list[int]) -> None:
+        self.layers_to_capture = ids
+        for layer_id in ids:
+            self.layers[layer_id]._is_layer_to_capture = True
+
+
+@given(boundaries=ANY)
+def test_a_setter_that_lists_layers_without_flagging_them_is_passed_over(boundaries: tuple[int, ...]) -> None:
+    """The EAGLE3 setter around qwen3_5 up to 0.5.20; its DFlash setter goes through the inner model."""
+
+    class Around(DeepSeek):
+        def set_dflash_layers_to_capture(self, ids: list[int]) -> None:
+            self.model.set_dflash_layers_to_capture(plain(ids))
+
+    model = Around(plain)
+    model.model = ByFlags()
+    assert set_boundaries(model, boundaries) == boundaries
+    assert tuple(i for i, layer in enumerate(model.model.layers) if layer._is_layer_to_capture) == boundaries
+
+
+def test_a_model_whose_setters_never_flag_its_layers_is_refused() -> None:
+    model = Model(plain)
+    model.model = ByFlags()
+    with pytest.raises(CaptureRefused, match=r"asked for boundaries \[2, 4\], the engine would capture \[\]"):
+        set_boundaries(model, (2, 4))
+
+
 def test_a_setter_that_adds_one_is_called_once() -> None:
     model = Model(plain)
     set_boundaries(model, (2, 4, 5))

@@ -266,6 +266,37 @@ def test_models_that_capture_something_else_are_the_ones_refused(sglang: Sources
     assert found == refused - {"Gemma4TextModel"}
 
 
+def methods(sglang: Sources, *words: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Methods of model classes, with the class's name, in the files that hold all of some words."""
+    for file in sglang.files("sglang/srt/models"):
+        if all(word in sglang.text(file) for word in words):
+            for cls in (node for node in sglang.tree(file).body if isinstance(node, ast.ClassDef)):
+                yield from ((cls.name, node) for node in cls.body if isinstance(node, ast.FunctionDef))
+
+
+def test_a_model_that_returns_before_it_hands_over_is_refused(sglang: Sources) -> None:
+    found = {
+        cls
+        for cls, method in methods(sglang, "_is_layer_to_capture", "not forward_batch.forward_mode.is_idle()")
+        for node in ast.walk(method)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "not forward_batch.forward_mode.is_idle()"
+        if isinstance(node.body[-1], ast.Return) and "_is_layer_to_capture" in ast.unparse(method)
+    }
+    assert found == ({"Qwen4ExpModel"} if sglang.version in ("0.5.20", "0.5.23") else set())
+    assert all(sglang.version not in compat._MISCAPTURED[name] for name in found)
+
+
+def test_an_inner_model_with_a_setter_of_its_own_goes_by_flags(sglang: Sources) -> None:
+    """As boundaries._captured takes it."""
+    setters = [
+        ast.unparse(method)
+        for _, method in methods(sglang, "self.layers_to_capture = ", "_layers_to_capture(")
+        if method.name in _SETTERS and "self.layers_to_capture = " in ast.unparse(method)
+    ]
+    assert len(setters) >= 5
+    assert all("_is_layer_to_capture" in setter for setter in setters)
+
+
 def test_the_models_of_the_truth_tests_have_a_setter(sglang: Sources) -> None:
     for path in ("llama.LlamaForCausalLM", "qwen3.Qwen3ForCausalLM", "qwen3_moe.Qwen3MoeForCausalLM"):
         assert _SETTERS[0] in declared(sglang.find_class(f"sglang.srt.models.{path}"))

@@ -170,10 +170,19 @@ def _submodules(model: Any) -> Iterable[Any]:
 
 def _read_back(model: Any) -> tuple[int, ...]:
     # NemotronH has a set; all models hand over in the order of their layers
-    found = {tuple(sorted(m.layers_to_capture)) for m in _submodules(model) if getattr(m, "layers_to_capture", None)}
+    listing = [m for m in _submodules(model) if getattr(m, "layers_to_capture", None)]
+    found = {tuple(sorted(m.layers_to_capture if m is model else _captured(m))) for m in listing}
     if len(found) != 1:
         raise CaptureRefused(f"model class {type(model).__name__}: {len(found)} lists of captured layers, expected one")
     return found.pop()
+
+
+def _captured(inner: Any) -> Iterable[int]:
+    # An inner model with a setter of its own goes by flags on its layers. The EAGLE3 setter around Qwen3.5's fills the
+    # list alone up to 0.5.20, and nothing would be captured; its DFlash setter goes through the inner one.
+    if not any(hasattr(inner, name) for name in _SETTERS):
+        return tuple(inner.layers_to_capture)
+    return (i for i, layer in enumerate(inner.layers) if getattr(layer, "_is_layer_to_capture", False))
 
 
 def _clear_flags(model: Any) -> None:

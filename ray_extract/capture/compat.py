@@ -57,13 +57,15 @@ CALLED: dict[str, tuple[str, ...]] = {
 
 # Inner models that hand over something else than what enters the layers that they list, with the versions in which they
 # do not. Nothing at run time shows it. The first three list the layers whose output they hand over; Gemma 3 leaves out
-# the residual; Gemma 4 hands over a tensor to which the next norm adds on CUDA (sglang#39286).
+# the residual; Gemma 4 hands over a tensor to which the next norm adds on CUDA (sglang#39286); Qwen 4 returns before it
+# hands over anything.
 _MISCAPTURED: dict[str, tuple[str, ...]] = {
     "BailingMoELinearModel": (),
     "BeamModel": (),
     "MuseSpark1xModel": (),
     "Gemma3TextModel": ("0.5.12", "0.5.14", "0.5.16"),
     "Gemma4TextModel": ("0.5.23",),
+    "Qwen4ExpModel": (),
 }
 
 
