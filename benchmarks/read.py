@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import obstore
 import torch
-from results import Row, write
+from results import Row, in_turns, met, write
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -103,17 +103,6 @@ def timed(action: Callable[[], object]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
-
-
-def in_turns(ways: dict[str, Callable[[], float]], runs: int) -> dict[str, list[float]]:
-    """Figures of each way, one of each in turn; the first turn warms up."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(runs + 1):
-        for name, way in ways.items() if turn % 2 else reversed(ways.items()):
-            figure = way()
-            if turn:
-                found[name].append(figure)
-    return found
 
 
 def ratio(found: dict[str, list[float]], ours: str, plain: str) -> float:
@@ -273,18 +262,11 @@ def main() -> int:
         for row in rows:
             print(row)
     if args.cases == ",".join(CASES):
-        path = write("read", rows)
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"note": NOTE}, indent=1) + "\n")
+        write("read", rows, note=NOTE)
     missed = [row for row in rows if row.goal is not None and not met(row)]
     for row in missed:
         print(f"missed: {row.case} {row.metric} = {row.value}, goal {row.goal}")
     return 1 if missed else 0
-
-
-def met(row: Row) -> bool:
-    """Whether a figure reaches its goal."""
-    assert row.goal is not None
-    return row.value >= row.goal if row.better == "higher" else row.value <= row.goal
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Result files: benchmarks/results/NAME.json, from which the tables in docs/ are made."""
+"""Result files: benchmarks/results/NAME.json, from which the tables in docs/ are made; and what goes into them."""
 
 import dataclasses
 import datetime
@@ -6,8 +6,11 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
 
 RESULTS = Path(os.environ.get("RAY_EXTRACT_RESULTS", Path(__file__).parent / "results"))
 
@@ -29,11 +32,29 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
 
 
-def write(name: str, rows: list[Row], command: str | None = None, join: bool = False) -> Path:
+def met(row: Row) -> bool:
+    """Whether a figure reaches its goal."""
+    assert row.goal is not None
+    return row.value >= row.goal if row.better == "higher" else row.value <= row.goal
+
+
+def in_turns(ways: dict[str, Callable[[], T]], runs: int) -> dict[str, list[T]]:
+    """Figures of each way, one of each in turn; the first turn warms up."""
+    found: dict[str, list[T]] = {name: [] for name in ways}
+    for turn in range(runs + 1):
+        for name, way in ways.items() if turn % 2 else reversed(ways.items()):
+            figure = way()
+            if turn:
+                found[name].append(figure)
+    return found
+
+
+def write(name: str, rows: list[Row], command: str | None = None, note: str | None = None, join: bool = False) -> Path:
     """Write the result file of a benchmark.
 
     Args:
         command: this process's own when absent.
+        note: for the page.
         join: keep the rows of other cases that are in the file; `joined` then says of each case where it was run.
     """
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -45,6 +66,7 @@ def write(name: str, rows: list[Row], command: str | None = None, join: bool = F
         "versions": versions(),
         "command": command or " ".join(["python", *sys.argv]),
         "rows": [dataclasses.asdict(row) for row in rows],
+        **({"note": note} if note else {}),
     }
     if join and path.exists():
         known, cases = json.loads(path.read_text()), {row.case for row in rows}

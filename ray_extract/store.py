@@ -420,6 +420,10 @@ def _is_part(name: str) -> bool:
     return name.startswith(".") and name.endswith(".part")
 
 
+_WRITE_BYTES = 256 << 10
+"""To a file at once: larger writes cost up to ten times the CPU where memory is fragmented (Linux 6.18, ext4)."""
+
+
 class _LocalUpload(Upload):
     def __init__(self, path: Path, create: bool) -> None:
         self._path = path
@@ -433,7 +437,7 @@ class _LocalUpload(Upload):
     def write(self, chunk: Buffer) -> None:
         view = memoryview(chunk)
         while view:
-            view = view[self._file.write(view) :]  # one write takes at most 2 GiB
+            view = view[self._file.write(view[:_WRITE_BYTES]) :]
 
     def finish(self) -> None:
         os.fsync(self._file.fileno())

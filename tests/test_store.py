@@ -439,6 +439,18 @@ def test_a_command_line_can_say_true_and_false(value: Any, meant: bool) -> None:
     assert s3_module.settings({"skip_signature": value}, {}).skip_signature is meant
 
 
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+def test_a_wrong_certificate_bundle_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    bundle = tmp_path / "bundle.pem"
+    if content is not None:
+        bundle.write_bytes(content)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    with pytest.raises(ConfigError, match=f"AWS_CA_BUNDLE = '{bundle}'"):
+        open_store("s3://bucket")
+
+
 # Errors
 
 

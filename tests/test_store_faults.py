@@ -1,7 +1,9 @@
 """What stores and networks do to requests, done to SeaweedFS behind a proxy: the right bytes, or an error that says."""
 
+import concurrent.futures
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,6 +107,28 @@ def test_a_shard_in_parts_arrives_whole(store: Store, proxy: FaultyProxy, do: Do
     assert store.get("stream") == data
 
 
+def test_parts_of_all_shards_share_few_connections(
+    store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "_PARTS_AT_ONCE", 3)
+    proxy.stall_s = 0.5
+    begun: list[float] = []
+
+    def stall(request: Request) -> Do:
+        if "partNumber" not in request.path:
+            return Do.PASS
+        begun.append(time.monotonic())
+        return Do.STALL
+
+    proxy.decide = stall
+    data = memoryview(DATA * 60)  # in three parts
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda key: store.put(key, data), ("a", "b")))
+    assert len(begun) == 6
+    # Each takes half a second, so of four that begin within it all are under way at once.
+    assert all(later - first >= proxy.stall_s for first, later in zip(begun, begun[3:], strict=False))
+
+
 @pytest.mark.parametrize("do", [*REFUSED, Do.RESET_BEFORE, Do.LOSE_ANSWER], ids=lambda do: do.name)
 def test_the_start_and_the_end_of_an_upload_may_fail_too(store: Store, proxy: FaultyProxy, do: Do) -> None:
     """Of an end whose answer was lost the second try hears that the key is taken, or that there is no such upload."""
@@ -128,6 +152,29 @@ def test_half_an_answer_is_never_taken_for_a_whole_one(store: Store, proxy: Faul
             assert read() == DATA  # by ranges, each half a bit further
         except StoreError as error:
             assert error.verdict is Verdict.RETRY
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_a_listing_that_breaks_off_is_asked_for_again(store: Store, proxy: FaultyProxy, recursive: bool) -> None:
+    keys = ["a", "b", "c"]
+    for key in keys:
+        store.put(key, DATA)
+    proxy.decide = first(2, Do.CUT_ANSWER, "GET", "list-type")
+    assert [item.key for item in store.list("", recursive=recursive)] == keys
+    proxy.decide = lambda request: Do.CUT_ANSWER
+    with pytest.raises(StoreError) as caught:
+        list(store.list("", recursive=recursive))
+    assert caught.value.verdict is Verdict.RETRY
+
+
+def test_a_listing_goes_on_behind_the_pages_it_gave(store: Store, s3: servers.S3Server, proxy: FaultyProxy) -> None:
+    keys = [f"{number:04d}" for number in range(1001)]  # a page has 1000
+    direct = open_store(store.url, s3.storage_options)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: direct.put(key, b""), keys))
+    proxy.decide = first(1, Do.CUT_ANSWER, "GET", "continuation-token")
+    assert [item.key for item in store.list("")] == keys
+    assert proxy.counts() == {"CUT_ANSWER": 1}
 
 
 def test_a_store_that_only_says_slow_down_is_an_error_worth_a_retry_in_bounded_time(
