@@ -1,4 +1,4 @@
-"""ray-extract plan | run | status | verify | export | sweep."""
+"""ray-extract plan | run | retry-failed | status | verify | export | sweep."""
 
 import argparse
 import json
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, action, text in (
         ("plan", _plan, "say what a job would extract and what it takes; writes nothing"),
         ("run", _run, "run a job, or what is left of it"),
+        ("retry-failed", _retry_failed, "extract the failed rows of a complete run again"),
     ):
         command = commands.add_parser(name, help=text)
         run.add_job_arguments(command)
@@ -124,7 +125,11 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return run.main([*(["--config", args.config] if args.config else []), *run.overrides(args)])
+    return run.execute(args, run.run)
+
+
+def _retry_failed(args: argparse.Namespace) -> int:
+    return run.execute(args, run.retry_failed)
 
 
 def _status(args: argparse.Namespace) -> int:

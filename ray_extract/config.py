@@ -169,7 +169,8 @@ class RunConfig(_Section):
     arena_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
     """Shared memory of each engine for shard images; what units_in_flight + 1 of the largest units need when absent."""
     max_attempts: PositiveInt = 3
-    """Attempts at a unit whose engine, actor or node dies, before the run stops."""
+    """Attempts at a unit before it is given up; if its worker dies each time, it is split, to find the row at fault.
+    The last attempt then, and at least the second, is alone in its worker."""
     max_engine_deaths: PositiveInt = 2
     """Deaths of its engine that a row survives before it is recorded as failed."""
     max_failed_rows: NonNegativeInt = 0

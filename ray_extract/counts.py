@@ -9,7 +9,7 @@ and in its metadata `format` and `version`, `manifest` (the key of the one whose
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Self
 
 import numpy as np
@@ -72,16 +72,18 @@ class Counting:
 
     Args:
         vocab_size: V, at least.
+        mended: rows that are ok whatever the receipt says, see ledger.mended.
     """
 
-    def __init__(self, vocab_size: int = 1) -> None:
+    def __init__(self, vocab_size: int = 1, mended: Set[int] = frozenset()) -> None:
+        self._mended = mended
         self.counts = TokenCounts(np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64))
         self._failed: frozenset[int] = frozenset()
 
     def receipts(self, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
         """Pass receipts on, noting which rows failed."""
         for receipt in receipts:
-            self._failed = frozenset(failure.row for failure in receipt.failures)
+            self._failed = frozenset(failure.row for failure in receipt.failures) - self._mended
             yield receipt
 
     def heads(self, rows: Iterable[PreparedRow], keep: str) -> Iterator[RowHead]:

@@ -26,6 +26,7 @@ import ray.exceptions
 from ray._private.services import canonicalize_bootstrap_address
 
 from ray_extract.config import Job
+from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength
 from ray_extract.errors import (
     ArenaError,
     CaptureRefused,
@@ -37,10 +38,11 @@ from ray_extract.errors import (
     Verdict,
 )
 from ray_extract.layout import PROGRESS_KEY
-from ray_extract.leases import Lease, Leases
+from ray_extract.leases import Fate, Lease, Leases
 from ray_extract.ledger import Ledger
+from ray_extract.plan import halve, store_parts
 from ray_extract.progress import Snapshot
-from ray_extract.records import Receipt, Unit
+from ray_extract.records import Receipt, Split, Unit
 from ray_extract.store import outlast
 from ray_extract.worker import Worker, WorkerSetup
 
@@ -48,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 _COMMITTERS = 8  # commits under way at once; one is a small PUT
 _WORKER_DEATHS_IN_A_ROW = 3  # workers that may fail to start, one after the other, before the run stops
+# Workers of each engine that may die before another row is extracted. A row that kills workers takes max_attempts and
+# then one for each halving of its unit; more is no row's fault.
+_WORKER_DEATHS_WITHOUT_A_ROW = 30
 _CAPACITY_NOTICE_S = 30.0
 _STOP_TIMEOUT_S = 30.0
 _STOP_STARTING_S = 3.0  # for workers that are not ready: one that waits for capacity never answers
@@ -112,6 +117,7 @@ class Driver:
         self._engines = min(job.engine.count, max(1, len(todo)))
         self._actors: list[_Actor] = []
         self._commits: dict[Future[bool], tuple[Lease, Receipt]] = {}
+        self._splits: dict[Future[tuple[Unit, ...]], tuple[Lease, str]] = {}
         self._committer = ThreadPoolExecutor(_COMMITTERS, thread_name_prefix="commit")
         self._drain = threading.Event()
         self._drain_since = 0.0
@@ -119,6 +125,7 @@ class Driver:
         self._view: Future[None] | None = None  # progress on its way to the store
         self._failure: RayExtractError | None = None
         self._dead_starts = 0
+        self._deaths = 0  # of workers since a row was extracted
         self._gone_tokens = 0  # captured by workers that are gone
         self._gone_starts = 0
         self._total_units, self._total_tokens = total_units, total_tokens
@@ -168,7 +175,7 @@ class Driver:
     def _over(self) -> bool:
         if self._leases.finished:
             return True
-        idle = not self._commits and not any(a.leases for a in self._actors)
+        idle = not self._commits and not self._splits and not any(a.leases for a in self._actors)
         if self._failure is not None or self._drain.is_set():
             return idle or time.monotonic() - self._drain_since > self._job.run.drain_s
         return False
@@ -184,16 +191,17 @@ class Driver:
         else:
             time.sleep(0.05)
         self._settle_commits()
+        self._settle_splits()
         self._tick()
 
     def _lease(self) -> None:
         for actor in self._actors:
             while actor.ready and len(actor.leases) < self._job.run.units_in_flight:
-                lease = self._leases.take()
+                lease = self._leases.take(actor.leases.values())
                 if lease is None:
-                    return
+                    break
                 attempt = f"{self._nonce}-{lease.number:02d}"
-                actor.leases[actor.handle.extract.remote(lease.unit, attempt)] = lease
+                actor.leases[actor.handle.extract.remote(lease.unit, attempt, lease.doomed)] = lease
 
     def _settle(self, ref: Any) -> None:
         actor = next((a for a in self._actors if ref in (a.started, a.poll) or ref in a.leases), None)
@@ -272,12 +280,48 @@ class Driver:
             self._committed_tokens += lease.unit.tokens
             self._committed_bytes += receipt.size
             self._failed_rows += len(receipt.failures)
+            if receipt.tokens:
+                self._deaths = 0
 
-    def _again(self, lease: Lease, reason: str) -> None:
-        if self._leases.give_back(lease, reason):
-            logger.warning("unit %s, attempt %d failed and is leased again: %s", lease.unit.unit, lease.number, reason)
+    def _again(self, lease: Lease, reason: str, died: bool = False) -> None:
+        unit, number = lease.unit, lease.number
+        fate = self._leases.give_back(lease, reason, died)
+        if fate is Fate.AGAIN:
+            logger.warning("unit %s, attempt %d failed and is leased again: %s", unit.unit, number, reason)
+        elif fate is Fate.SPLIT:
+            logger.warning("unit %s is split after %d attempts: %s", unit.unit, number, reason)
+            self._splits[self._committer.submit(self._split, unit, reason)] = lease, reason
+        elif fate is Fate.DOOMED:
+            logger.error("unit %s: its row is recorded as failed after %d attempts: %s", unit.unit, number, reason)
         else:
-            logger.error("unit %s is given up after %d attempts: %s", lease.unit.unit, lease.number, reason)
+            logger.error("unit %s is given up after %d attempts: %s", unit.unit, number, reason)
+
+    def _split(self, unit: Unit, reason: str) -> tuple[Unit, ...]:
+        """Commit a unit as split; returns its parts, or none if the whole was committed meanwhile."""
+
+        def split() -> tuple[Unit, ...]:
+            store, keep = self._ledger.store, self._job.capture.keep
+            rows = PreparedRows(store, RowIndex.from_json(self._setup.rows)).of(unit)
+            parts = halve(unit, [RowLength(r.index, len(r.input_ids), r.kept(keep), True) for r in rows])
+            store_parts(store, unit, parts)
+            won = self._ledger.commit_split(Split(unit.unit, tuple(part.unit for part in parts), reason))
+            return parts if won else ()
+
+        return outlast(split, self._job.output.outage_s, self._ending, f"splitting {unit.unit}")
+
+    def _settle_splits(self) -> None:
+        for future in [f for f in self._splits if f.done()]:
+            lease, reason = self._splits.pop(future)
+            try:
+                parts = future.result()
+            except RayExtractError as error:
+                self._again(lease, f"{reason}; it could not be split: {error}")
+                continue
+            if parts:
+                self._leases.split(lease, parts)
+                self._total_units += len(parts) - 1
+            else:
+                self._leases.complete(lease)
 
     def _replace(self, actor: _Actor, reason: str) -> None:
         """Give back an actor's units and make a new actor in its place."""
@@ -287,9 +331,13 @@ class Driver:
                 actor.started = None
                 self._stop(EngineError(f"{self._dead_starts} workers in a row did not start: {reason}"))
                 return
+        elif self._failure is None:
+            self._deaths += 1
+            if self._deaths >= _WORKER_DEATHS_WITHOUT_A_ROW * self._engines:
+                self._stop(EngineError(f"{self._deaths} workers died, and no row was extracted meanwhile: {reason}"))
         logger.warning("a worker is replaced: %s", reason)
         for lease in actor.leases.values():
-            self._again(lease, reason)
+            self._again(lease, reason, died=True)
         self._forget(actor)
         if self._failure is None and not self._drain.is_set():
             self._actors.append(self._new_actor())

@@ -233,12 +233,13 @@ class Extractor:
         }
 
     @contextmanager
-    def capture(self, table: RowTable, metadata: dict[str, str]) -> Iterator[Captured]:
+    def capture(self, table: RowTable, metadata: dict[str, str], doomed: str | None = None) -> Iterator[Captured]:
         """Run the rows of a table through the engine into an image, seal it, and lend it for the context.
 
         Args:
             table: the rows.
             metadata: for the image's header.
+            doomed: why no row is to be run, so that all fail; else None.
 
         Raises:
             ArenaError: the image can never fit.
@@ -256,7 +257,7 @@ class Extractor:
         try:
             clock.lap("wait")
             write_table(layout, table, extent.buffer)
-            failures = self._run_rows(extent, layout, table)
+            failures = self._run_rows(extent, layout, table, doomed)
             clock.lap("extract")
             self._seal(extent, layout, table, failures)
             clock.lap("seal")
@@ -265,12 +266,17 @@ class Extractor:
             self._arena.retire(extent, self._engine_alive)
             self._arena.free(extent)
 
-    def _run_rows(self, extent: Extent, layout: ImageLayout, table: RowTable) -> dict[int, RowFailure]:
+    def _run_rows(
+        self, extent: Extent, layout: ImageLayout, table: RowTable, doomed: str | None
+    ) -> dict[int, RowFailure]:
         """Send every row until each has an answer; returns the failed ones by their place in the image."""
         assert self._arena is not None
         self._open(extent, layout, table)
         self._live[extent.slot] = extent
         try:
+            if doomed is not None:
+                rows = table.row.tolist()
+                return {i: RowFailure(row, RowStatus.ENGINE_DIED, doomed) for i, row in enumerate(rows)}
             return self._send_rows(extent, layout, table)
         finally:
             # Before anybody reads the image: from here on no writer can touch it.

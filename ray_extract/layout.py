@@ -19,7 +19,9 @@ COMMITS_PREFIX = "commits/"
 SHM_PREFIX = "ray_extract-"
 EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
 
-_COMMIT = re.compile(r"^commits/(u\d{8}(?:\.\d+)*)\.json$")
+_COMMIT = re.compile(r"^commits/((?:u|r\d{4}-)\d{8}(?:\.\d+)*)\.json$")
+_ROUND = re.compile(r"^plan/retry-(\d{4})\.json$")
+_SPLIT = re.compile(r"^plan/split-((?:u|r\d{4}-)\d{8}(?:\.\d+)*)\.json$")
 _MANIFEST = re.compile(r"^manifest-(\d{6})\.parquet$")
 _RID = re.compile(r"rx1\.([0-9a-z]+)\.([0-9]{4})\.([0-9]{6,})\.([0-9]{8})\.([0-9]{2})\.")
 
@@ -30,8 +32,51 @@ def rows_key(part: int) -> str:
 
 
 def unit_id(number: int) -> str:
-    """Identifier of a planned unit; its children after a split append `.0`, `.1`."""
+    """Identifier of a planned unit."""
     return f"u{number:08d}"
+
+
+def child_id(unit: str, number: int) -> str:
+    """Identifier of a part of a unit that was split; parts sort where the unit did."""
+    return f"{unit}.{number}"
+
+
+def ancestors(unit: str) -> list[str]:
+    """The units that were split for this one to be, the largest first."""
+    parts = unit.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def split_key(unit: str) -> str:
+    """Key of the parts of a unit that was split."""
+    return f"plan/split-{unit}.json"
+
+
+def unit_of_split(key: str) -> str | None:
+    """Inverse of split_key, or None if the key is of something else."""
+    match = _SPLIT.match(key)
+    return match[1] if match else None
+
+
+def retry_unit_id(round_number: int, number: int) -> str:
+    """Identifier of a unit of a retry round; these sort by round, and before those of the plan."""
+    return f"r{round_number:04d}-{number:08d}"
+
+
+def round_of_unit(unit: str) -> int | None:
+    """Number of the retry round that a unit is of, or None if it is of the plan."""
+    return int(unit[1:5]) if unit.startswith("r") else None
+
+
+def round_key(number: int) -> str:
+    """Key of the units of a retry round; rounds count from 1."""
+    return f"plan/retry-{number:04d}.json"
+
+
+def round_of_key(key: str) -> int | None:
+    """Inverse of round_key, or None if the key is of something else."""
+    match = _ROUND.match(key)
+    return int(match[1]) if match else None
 
 
 def shard_key(unit: str, attempt: str, fmt: str) -> str:

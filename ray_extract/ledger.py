@@ -1,7 +1,7 @@
 """What is done: the run's identity, one commit per unit, numbered manifests, and what adds up to what.
 
     run.json                 whose output this is; create-if-absent, another identity is refused
-    commits/<unit>.json      the unit's only commit point, a Receipt; create-if-absent, kept for ever
+    commits/<unit>.json      the unit's only commit point, a Receipt or a Split; create-if-absent, kept for ever
     manifest-<n>.parquet     one row for each row of the data set; never overwritten, readers take the highest
     _SUCCESS                 the run is complete
 
@@ -29,7 +29,7 @@ from ray_extract.config import Job
 from ray_extract.dataset.prepare import PreparedRow
 from ray_extract.errors import AlreadyExists, IdentityMismatch, ShardError
 from ray_extract.model import ModelShape
-from ray_extract.records import Receipt, Unit
+from ray_extract.records import Receipt, Split, Unit
 from ray_extract.shards.image import FORMAT_VERSION, TORCH_TO_CODE, Column, state_columns
 from ray_extract.store import ObjectInfo, Store, put_once
 
@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 IDENTITY_VERSION = 1
 
-_READERS = 16  # commits read at once: at 20 ms a request on S3, 100,000 take two minutes in place of half an hour
+# Commits read at once: at 20 ms a request on S3, 100,000 take half a minute in place of half an hour, and making their
+# manifest takes longer.
+_READERS = 64
 _BATCH_ROWS = 8192
 
 # Engine arguments that change the states themselves, unlike those of speed and size.
@@ -79,7 +81,8 @@ row, row_id, source, n_tokens: as prepared; n_tokens is 0 for skipped rows.
 kept: stored tokens.
 status: `ok`, `skipped` (not usable, in no shard) or `failed` (zeroed in its shard).
 reason: why not ok; the text before the first colon is its kind.
-unit, shard, format: where the row is; shard is the object's key. Null for skipped rows, like all that follow.
+unit, shard, format: where the row is; shard is the object's key. Null for skipped rows, like all that follow. A row
+    that failed and was retried is where it is ok; if nowhere, where it failed last.
 row_in_shard: its place among the shard's rows.
 token_offset: its first token in the shard's states.
 digests: u64 [1 + states], see capture.digest; the first one is of the token ids.
@@ -260,34 +263,52 @@ class Ledger:
         text = json.dumps(receipt.to_json(), sort_keys=True).encode()
         if put_once(self.store, layout.commit_key(receipt.unit), text):
             return True
-        winner = self._read_receipt(receipt.unit)
-        if winner.attempt == receipt.attempt:
+        winner = self._read_commit(receipt.unit)
+        if isinstance(winner, Receipt) and winner.attempt == receipt.attempt:
             return True
         log.warning(
-            "unit %s: attempt %s was committed before %s; is another driver on this output?",
+            "unit %s: %s was committed before %s; is another driver on this output?",
             receipt.unit,
-            winner.attempt,
+            "its split" if isinstance(winner, Split) else f"attempt {winner.attempt}",
             receipt.attempt,
         )
         return False
 
+    def commit_split(self, split: Split) -> bool:
+        """Say that a unit is extracted in parts, once.
+
+        Returns:
+            True if that is the unit's commit, of whomever; False if an attempt at the whole unit won.
+        """
+        text = json.dumps(split.to_json(), sort_keys=True).encode()
+        return put_once(self.store, layout.commit_key(split.unit), text) or self.is_split(split.unit)
+
+    def is_split(self, unit: str) -> bool:
+        """Whether a unit's commit says that it is extracted in parts."""
+        return self.store.head(layout.commit_key(unit)) is not None and isinstance(self._read_commit(unit), Split)
+
     def committed_units(self) -> set[str]:
-        """The units that need no more work."""
+        """The units that have a commit, those that were split included."""
         return set(self._commits())
 
     def receipt(self, unit: str) -> Receipt | None:
-        """A unit's commit, or None."""
-        return self._read_receipt(unit) if self.store.head(layout.commit_key(unit)) else None
+        """A unit's commit, or None if it has none or was split."""
+        found = self._read_commit(unit) if self.store.head(layout.commit_key(unit)) else None
+        return None if isinstance(found, Split) else found
 
     def receipts(self) -> Iterator[Receipt]:
-        """All commits, ordered by unit; a few are read ahead in parallel."""
+        """As commits, without units that were split: their parts have their own."""
+        return (commit for commit in self.commits() if isinstance(commit, Receipt))
+
+    def commits(self) -> Iterator[Receipt | Split]:
+        """All commits, ordered by unit, so those of retry rounds first; a few are read ahead in parallel."""
         units = iter(sorted(self._commits()))
         with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
             # Bounded, since 100,000 receipts may be tens of gigabytes of digests.
-            ahead = [pool.submit(self._read_receipt, unit) for unit in itertools.islice(units, 2 * _READERS)]
+            ahead = [pool.submit(self._read_commit, unit) for unit in itertools.islice(units, 2 * _READERS)]
             while ahead:
                 yield ahead.pop(0).result()
-                ahead += [pool.submit(self._read_receipt, unit) for unit in itertools.islice(units, 1)]
+                ahead += [pool.submit(self._read_commit, unit) for unit in itertools.islice(units, 1)]
 
     def whole_receipts(self) -> Iterator[Receipt]:
         """As receipts, after a look whether each commit's shard is there with its size; the bytes are verify's to read.
@@ -312,10 +333,11 @@ class Ledger:
             if unit is not None:
                 yield unit
 
-    def _read_receipt(self, unit: str) -> Receipt:
+    def _read_commit(self, unit: str) -> Receipt | Split:
         key = layout.commit_key(unit)
         try:
-            return Receipt.from_json(json.loads(self.store.get(key)))
+            record = json.loads(self.store.get(key))
+            return Split.from_json(record) if "split" in record else Receipt.from_json(record)
         except (ValueError, KeyError, TypeError) as error:
             raise ShardError(
                 f"{self.store.url}/{key}: not a commit that this release reads ({error}); if it is damaged, delete it "
@@ -412,22 +434,66 @@ class RowHead:
         return cls(row.index, row.row_id, row.source, len(row.input_ids), row.kept(keep), row.reason)
 
 
+Retry = tuple[Unit, Receipt]
+"""A unit of a retry round, and its commit."""
+
+
+def take_retries(receipts: Iterator[Receipt], rounds: Iterable[Unit]) -> tuple[list[Retry], Iterator[Receipt]]:
+    """Take the commits of retry rounds off all commits.
+
+    Args:
+        receipts: ordered by unit, see Ledger.receipts.
+        rounds: the units of all rounds.
+
+    Returns:
+        Those of the rounds, in their order, and the others.
+
+    Raises:
+        ShardError: a commit is of a round that is not there.
+    """
+    units = {unit.unit: unit for unit in rounds}
+    retries: list[Retry] = []
+    for receipt in receipts:
+        if layout.round_of_unit(receipt.unit) is None:
+            return retries, itertools.chain([receipt], receipts)
+        if receipt.unit not in units:
+            raise ShardError(f"{layout.commit_key(receipt.unit)}: no retry round has such a unit; delete it")
+        retries.append((units[receipt.unit], receipt))
+    return retries, receipts
+
+
+def mended(retries: Iterable[Retry]) -> frozenset[int]:
+    """The rows that retry rounds made ok."""
+    return frozenset(
+        row
+        for unit, receipt in retries
+        for row in {*(unit.members or ())} - {failure.row for failure in receipt.failures}
+    )
+
+
 def manifest_rows(
-    rows: Iterable[RowHead], units: Iterable[Unit], receipts: Iterable[Receipt]
+    rows: Iterable[RowHead], units: Iterable[Unit], receipts: Iterable[Receipt], retries: Iterable[Retry] = ()
 ) -> Iterator[dict[str, Any]]:
     """Join rows, plan and commits, all in order, into records of MANIFEST_SCHEMA; streaming, one unit in memory.
 
-    The receipt of a unit is taken before the unit's rows.
+    The receipt of a unit is taken before the unit's rows. Of a row's places, that of the plan and those of retry rounds
+    in their order, the first one where it is ok counts; if there is none, the last one.
 
     Args:
         rows: every row of the data set, by index from 0.
         units: the plan, by first row.
         receipts: one for each unit, in the plan's order (more would be of another plan).
+        retries: what is committed of retry rounds, in their order; all in memory.
 
     Raises:
         ShardError: a unit is not committed, or plan, rows and commits do not fit each other.
     """
     source = _Counted(rows)
+    again: dict[int, list[_Places]] = {}
+    retried = [_Places(unit, receipt) for unit, receipt in retries]
+    for places in retried:
+        for row in places.unit.members or ():
+            again.setdefault(row, []).append(places)
     done = iter(receipts)
     for unit in units:
         yield from (_skipped(row) for row in source.until(unit.first))
@@ -435,8 +501,10 @@ def manifest_rows(
         if receipt is None or receipt.unit != unit.unit:
             found = f"; {receipt.unit} is next" if receipt else ""
             raise ShardError(f"unit {unit.unit} (rows {unit.first} to {unit.end}) has no commit{found}; run again")
-        yield from _unit_rows(source.until(unit.end), unit, receipt)
+        yield from _unit_rows(source.until(unit.end), _Places(unit, receipt), again)
     yield from (_skipped(row) for row in source.until(None))
+    for places in retried:
+        places.finish()
     extra = next(done, None)
     if extra is not None:
         raise ShardError(f"commit of unit {extra.unit}: the plan has no such unit")
@@ -478,51 +546,82 @@ def _head(row: RowHead) -> dict[str, Any]:
     }
 
 
-def _unit_rows(rows: Iterable[RowHead], unit: Unit, receipt: Receipt) -> Iterator[dict[str, Any]]:
-    if receipt.rows != unit.rows or not unit.rows or len(receipt.digests) % (8 * unit.rows):
-        raise ShardError(
-            f"commit of unit {unit.unit}: {receipt.rows} rows and {len(receipt.digests)} bytes of digests, where the "
-            f"plan has {unit.rows} rows"
-        )
-    digests = np.frombuffer(receipt.digests, dtype="<u8").reshape(unit.rows, -1)
-    failures = {failure.row: failure for failure in receipt.failures}
-    place = tokens = 0
+def _unit_rows(
+    rows: Iterable[RowHead], places: "_Places", again: Mapping[int, Sequence["_Places"]]
+) -> Iterator[dict[str, Any]]:
     for row in rows:
         if row.reason is not None:
             yield _skipped(row)
             continue
+        record = places.take(row)
+        for other in again.get(row.index, ()):
+            later = other.take(row)
+            if record["status"] != "ok":
+                record = later
+        yield record
+    places.finish()
+
+
+class _Places:
+    """The rows of a unit, which come one by one, and where in its shard they are."""
+
+    def __init__(self, unit: Unit, receipt: Receipt) -> None:
+        if receipt.rows != unit.rows or not unit.rows or len(receipt.digests) % (8 * unit.rows):
+            raise ShardError(
+                f"commit of unit {unit.unit}: {receipt.rows} rows and {len(receipt.digests)} bytes of digests, where "
+                f"the plan has {unit.rows} rows"
+            )
+        self.unit, self._receipt = unit, receipt
+        self._digests = np.frombuffer(receipt.digests, dtype="<u8").reshape(unit.rows, -1)
+        self._failures = {failure.row: failure for failure in receipt.failures}
+        self._place = self._tokens = 0
+
+    def take(self, row: RowHead) -> dict[str, Any]:
+        """The record of the next row."""
+        unit, place = self.unit, self._place
         if place == unit.rows:
             raise ShardError(f"unit {unit.unit}: more usable rows than the {unit.rows} planned")
-        failure = failures.pop(row.index, None)
-        yield {
+        failure = self._failures.pop(row.index, None)
+        self._place += 1
+        self._tokens += row.kept
+        return {
             **_head(row),
             "status": "failed" if failure else "ok",
             "reason": f"{failure.status.name.lower()}: {failure.reason}" if failure else None,
             "unit": unit.unit,
-            "shard": receipt.key,
-            "format": receipt.format,
+            "shard": self._receipt.key,
+            "format": self._receipt.format,
             "row_in_shard": place,
-            "token_offset": tokens,
-            "digests": digests[place],
+            "token_offset": self._tokens - row.kept,
+            "digests": self._digests[place],
         }
-        place += 1
-        tokens += row.kept
-    if place != unit.rows or tokens != unit.kept:
-        raise ShardError(
-            f"unit {unit.unit}: {place} usable rows with {tokens} stored tokens, {unit.rows} and {unit.kept} planned"
-        )
-    if failures:
-        raise ShardError(f"commit of unit {unit.unit}: reports rows that it does not hold: {sorted(failures)}")
+
+    def finish(self) -> None:
+        """Raise ShardError unless all rows came."""
+        unit = self.unit
+        if self._place != unit.rows or self._tokens != unit.kept:
+            raise ShardError(
+                f"unit {unit.unit}: {self._place} usable rows with {self._tokens} stored tokens, {unit.rows} and "
+                f"{unit.kept} planned"
+            )
+        if self._failures:
+            raise ShardError(
+                f"commit of unit {unit.unit}: reports rows that it does not hold: {sorted(self._failures)}"
+            )
 
 
 def write_manifest(
-    store: Store, rows: Iterable[RowHead], units: Iterable[Unit], receipts: Iterable[Receipt]
+    store: Store,
+    rows: Iterable[RowHead],
+    units: Iterable[Unit],
+    receipts: Iterable[Receipt],
+    retries: Sequence[Retry] = (),
 ) -> tuple[str, Totals]:
     """Write the next manifest, or find that the latest one says the same.
 
     Args:
         store: the output.
-        rows, units, receipts: see manifest_rows; receipts as Ledger.receipts yields them.
+        rows, units, receipts, retries: see manifest_rows; receipts and retries as take_retries divides them.
 
     Returns:
         Its key, and what became of the rows.
@@ -535,7 +634,7 @@ def write_manifest(
         raise ShardError(f"{store.url}: no {layout.RUN_KEY}, so nothing says which states the shards hold")
     columns = [[c.name, c.dtype, c.width] for c in stored_columns(identity)]
     metadata = {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "ray_extract.columns": json.dumps(columns)}
-    sizes: list[int] = []
+    sizes = [receipt.size for _, receipt in retries]
 
     def measured() -> Iterator[Receipt]:
         for receipt in receipts:
@@ -546,7 +645,7 @@ def write_manifest(
     with tempfile.TemporaryFile() as file:
         totals = Totals()
         with pq.ParquetWriter(file, MANIFEST_SCHEMA.with_metadata(metadata), compression="zstd") as writer:
-            records = manifest_rows(rows, units, measured())
+            records = manifest_rows(rows, units, measured(), retries)
             while batch := list(itertools.islice(records, _BATCH_ROWS)):
                 part = pa.RecordBatch.from_pylist(batch, schema=MANIFEST_SCHEMA)
                 totals += count(part)
@@ -642,7 +741,7 @@ def write_success(store: Store, summary: Mapping[str, Any]) -> None:
 
 
 def orphans(store: Store) -> list[ObjectInfo]:
-    """Shards that lost: their unit's commit names another attempt.
+    """Shards that lost: their unit's commit names another attempt, or parts.
 
     Shards of units without a commit are not among them, since whoever wrote them may be about to commit.
     """
@@ -652,5 +751,8 @@ def orphans(store: Store) -> list[ObjectInfo]:
         unit = item.key.removeprefix(layout.SHARDS_PREFIX).rsplit(".", 2)[0]
         shards.setdefault(unit, []).append(item)
     return [
-        item for receipt in Ledger(store).receipts() for item in shards.get(receipt.unit, []) if item.key != receipt.key
+        item
+        for commit in Ledger(store).commits()
+        for item in shards.get(commit.unit, [])
+        if isinstance(commit, Split) or item.key != commit.key
     ]

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,9 +14,10 @@ from ray_extract.config import Job
 from ray_extract.dataset.prepare import prepare
 from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength, put_table, read_table, write_rows
 from ray_extract.errors import AlreadyExists, PlanError
+from ray_extract.ledger import Ledger
 from ray_extract.model import ModelShape
 from ray_extract.records import Unit
-from ray_extract.store import Store
+from ray_extract.store import Store, put_once
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ _UNITS_SCHEMA = pa.schema(
     [
         pa.field(field.name, pa.string() if field.name == "unit" else pa.int64(), nullable=False)
         for field in dataclasses.fields(Unit)
+        if field.name != "members"  # of retry rounds, which are stored by themselves
     ]
 )
 
@@ -60,18 +64,18 @@ def plan_units(
         if max_unit_bytes is not None and row.kept * token_bytes > max_unit_bytes:
             raise _too_large(row, token_bytes, max_unit_bytes)
         if rows and (len(rows) >= max_rows or (kept + row.kept) * token_bytes > target):
-            yield _unit(number, rows, token_bytes)
+            yield _unit(layout.unit_id(number), rows, token_bytes)
             number, rows, kept = number + 1, [], 0
         rows.append(row)
         kept += row.kept
     if rows:
-        yield _unit(number, rows, token_bytes)
+        yield _unit(layout.unit_id(number), rows, token_bytes)
 
 
-def _unit(number: int, rows: list[RowLength], token_bytes: int) -> Unit:
+def _unit(name: str, rows: Sequence[RowLength], token_bytes: int) -> Unit:
     kept = sum(row.kept for row in rows)
     return Unit(
-        unit=layout.unit_id(number),
+        unit=name,
         first=rows[0].row,
         end=rows[-1].row + 1,
         rows=len(rows),
@@ -79,6 +83,49 @@ def _unit(number: int, rows: list[RowLength], token_bytes: int) -> Unit:
         kept=kept,
         nbytes=kept * token_bytes,
     )
+
+
+def plan_retry(lengths: Iterable[RowLength], failed: Collection[int], number: int, **limits: Any) -> list[Unit]:
+    """Pack rows that failed into the units of a retry round, as plan_units packs all rows.
+
+    Args:
+        lengths: all rows in order.
+        failed: which of them to extract again; all usable.
+        number: of the round.
+        limits: see plan_units.
+
+    Raises:
+        PlanError: see plan_units.
+    """
+    rows = sorted(failed)
+    wanted = frozenset(rows)
+    return [
+        dataclasses.replace(
+            unit,
+            unit=layout.retry_unit_id(number, place),
+            members=tuple(rows[bisect_left(rows, unit.first) : bisect_left(rows, unit.end)]),
+        )
+        for place, unit in enumerate(plan_units((row for row in lengths if row.row in wanted), **limits))
+    ]
+
+
+def halve(unit: Unit, rows: Sequence[RowLength]) -> tuple[Unit, Unit]:
+    """Split a unit into two of half the rows; always into the same two.
+
+    Args:
+        unit: of two rows at least.
+        rows: its rows.
+    """
+    token_bytes = unit.nbytes // unit.kept if unit.kept else 0
+    middle = (len(rows) + 1) // 2
+    first, second = (
+        dataclasses.replace(
+            _unit(layout.child_id(unit.unit, number), part, token_bytes),
+            members=None if unit.members is None else tuple(row.row for row in part),
+        )
+        for number, part in enumerate((rows[:middle], rows[middle:]))
+    )
+    return first, second
 
 
 def _too_large(row: RowLength, token_bytes: int, max_unit_bytes: int) -> PlanError:
@@ -224,20 +271,21 @@ def _plan(store: Store, index: RowIndex, job: Job, token_bytes: int) -> list[Uni
         raise PlanError(
             f"dataset.paths: none of {index.rows} rows can be used" + (f" ({skipped})" if skipped else "; it is empty")
         )
-    return list(
-        plan_units(
-            PreparedRows(store, index).lengths(),
-            token_bytes=token_bytes,
-            shard_bytes=job.output.shard_bytes,
-            max_rows=job.output.max_rows,
-            # The arena holds at least two extents: one filled while the other is flushed.
-            max_unit_bytes=None if job.run.arena_bytes is None else job.run.arena_bytes // 2,
-        )
-    )
+    return list(plan_units(PreparedRows(store, index).lengths(), **_limits(job, token_bytes)))
+
+
+def _limits(job: Job, token_bytes: int) -> dict[str, Any]:
+    return {
+        "token_bytes": token_bytes,
+        "shard_bytes": job.output.shard_bytes,
+        "max_rows": job.output.max_rows,
+        # The arena holds at least two extents: one filled while the other is flushed.
+        "max_unit_bytes": None if job.run.arena_bytes is None else job.run.arena_bytes // 2,
+    }
 
 
 def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
-    """The stored plan.
+    """The stored plan, with the parts of units that were split in their places.
 
     Raises:
         PlanError: it is damaged, or of another release.
@@ -258,4 +306,99 @@ def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
     units = read_units(store)
     if len(units) != count or sum(unit.rows for unit in units) != index.usable:
         raise PlanError(f"output.url: {layout.UNITS_KEY} is not what {layout.PLAN_KEY} says; choose another output.url")
-    return index, units
+    return index, _in_parts(store, units, _plan_keys(store))
+
+
+def claim_round(
+    store: Store, job: Job, index: RowIndex, token_bytes: int, failed: Collection[int], number: int
+) -> None:
+    """Plan the rows that failed as a retry round, and store it, create-if-absent.
+
+    Of two drivers that claim at once the first one's rows make the round, for both.
+
+    Args:
+        store: the output.
+        job, index: of the run.
+        token_bytes: bytes of all states of one stored token.
+        failed: rows; at least one.
+        number: of the round: one more than that of the last one whose commits were looked at for `failed`.
+
+    Raises:
+        PlanError: a row too large for the arena, or a stored round that is damaged or of another release.
+        StoreError: reading or writing failed.
+    """
+    units = plan_retry(PreparedRows(store, index).lengths(), failed, number, **_limits(job, token_bytes))
+    text = json.dumps({"version": PLAN_VERSION, "units": [dataclasses.asdict(unit) for unit in units]})
+    try:
+        store.put(layout.round_key(number), text.encode())
+        log.info("retry round %d: %d rows in %d units", number, len(failed), len(units))
+    except AlreadyExists:
+        log.info("another driver claimed retry round %d first; joining it", number)
+
+
+def read_rounds(store: Store) -> list[Unit]:
+    """The units of all retry rounds, in order; parts as in load_plan.
+
+    Raises:
+        PlanError: a round is damaged, or of another release.
+        StoreError: reading failed.
+    """
+    units: list[Unit] = []
+    keys = _plan_keys(store)
+    for number in sorted(filter(None, map(layout.round_of_key, keys))):
+        key = layout.round_key(number)
+        try:
+            tree = json.loads(store.get(key))
+            if tree["version"] != PLAN_VERSION:
+                raise ValueError(f"version {tree['version']!r}; this release reads {PLAN_VERSION}")
+            units += [Unit.from_json(record) for record in tree["units"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(
+                f"output.url: {key} cannot be used ({error}); to do without this round, delete it and the "
+                f"{layout.COMMITS_PREFIX}{layout.retry_unit_id(number, 0).partition('-')[0]}-*.json"
+            ) from None
+    return _in_parts(store, units, keys)
+
+
+def store_parts(store: Store, unit: Unit, parts: Sequence[Unit]) -> None:
+    """Store the parts of a unit; they count once the unit's commit says that it was split.
+
+    Raises:
+        PlanError: other parts are there.
+        StoreError: reading or writing failed.
+    """
+    text = json.dumps({"version": PLAN_VERSION, "units": [dataclasses.asdict(part) for part in parts]})
+    key = layout.split_key(unit.unit)
+    if not put_once(store, key, text.encode()):
+        raise PlanError(f"output.url: {key} there is of another release; finish with the one that began")
+
+
+def _plan_keys(store: Store) -> list[str]:
+    return [item.key for item in store.list("plan/")]
+
+
+def _in_parts(store: Store, units: Iterable[Unit], keys: Iterable[str]) -> list[Unit]:
+    """Units, those that were split replaced by their parts.
+
+    Which may have been is seen from the keys under plan/, so that not every commit is read for it.
+    """
+    parts: dict[str, list[Unit]] = {}
+    for key in keys:
+        unit = layout.unit_of_split(key)
+        if unit is not None and Ledger(store).is_split(unit):
+            try:
+                parts[unit] = [Unit.from_json(record) for record in json.loads(store.get(key))["units"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise PlanError(
+                    f"output.url: {key} is damaged ({error}); delete it and {layout.COMMITS_PREFIX}{unit}.*, and "
+                    "run the same command again"
+                ) from None
+    return list(_leaves(units, parts))
+
+
+def _leaves(units: Iterable[Unit], parts: Mapping[str, Sequence[Unit]]) -> Iterator[Unit]:
+    for unit in units:
+        if unit.unit in parts:
+            yield from _leaves(parts[unit.unit], parts)
+        else:
+            yield unit

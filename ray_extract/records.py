@@ -4,6 +4,7 @@ Row        one prompt or conversation, by its position in the prepared data set
 Unit       an ordered range of rows that makes one shard
 Attempt    one try at a unit; its name is part of the shard's key
 Receipt    what a successful attempt hands back, and what a commit stores
+Split      what a commit stores of a unit that no attempt succeeds at
 """
 
 import base64
@@ -30,16 +31,18 @@ class RowStatus(enum.IntEnum):
 class Unit:
     """An ordered range of prepared rows that makes one shard.
 
-    Rows `first <= index < end` of the prepared data set, without those that carry a skip reason.
+    Rows `first <= index < end` of the prepared data set, without those that carry a skip reason; of a unit of a retry
+    round, its members alone.
 
     Args:
-        unit: identifier, see layout.unit_id.
+        unit: identifier, see layout.unit_id and layout.retry_unit_id.
         first: first prepared row.
         end: one past the last prepared row.
         rows: usable rows in the range.
         tokens: prompt tokens of the usable rows.
         kept: tokens whose states are stored.
         nbytes: bytes of states in the shard (the image adds headers, ids and masks).
+        members: rows of a unit of a retry round, ascending; None for a unit of the plan.
     """
 
     unit: str
@@ -49,6 +52,13 @@ class Unit:
     tokens: int
     kept: int
     nbytes: int
+    members: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Self:
+        """Inverse of dataclasses.asdict and JSON."""
+        members = record["members"]
+        return cls(**{**record, "members": None if members is None else tuple(members)})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,3 +123,31 @@ class Receipt:
         )
         fields["digests"] = base64.b64decode(fields["digests"])
         return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Says that a unit is extracted in parts; stored as its commit.
+
+    Args:
+        unit: the unit.
+        split: identifiers of the parts, which are units themselves.
+        reason: why it could not be extracted whole.
+    """
+
+    unit: str
+    split: tuple[str, ...]
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready form."""
+        return {"version": RECORD_VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any]) -> Self:
+        """Inverse of to_json. Raises ValueError for another version."""
+        fields = dict(record)
+        version = fields.pop("version", None)
+        if version != RECORD_VERSION:
+            raise ValueError(f"split version {version!r}; this release reads {RECORD_VERSION}")
+        return cls(**{**fields, "split": tuple(fields["split"])})

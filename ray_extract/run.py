@@ -16,9 +16,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import ray_extract
 from ray_extract.capture.boundaries import resolve_boundaries
@@ -32,9 +32,18 @@ from ray_extract.dataset.source import source_fingerprint
 from ray_extract.engine.base import check_engine
 from ray_extract.errors import AccessDenied, ConfigError, Drained, NotFound, OutOfSpace, RayExtractError
 from ray_extract.head import write_head
-from ray_extract.ledger import Ledger, Totals, run_identity, write_manifest, write_success
+from ray_extract.layout import PLAN_KEY, round_of_unit
+from ray_extract.ledger import Ledger, Totals, mended, run_identity, take_retries, write_manifest, write_success
 from ray_extract.model import ModelShape, describe_model
-from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, show_bytes
+from ray_extract.plan import (
+    PlanSummary,
+    claim_round,
+    estimate,
+    load_or_make_plan,
+    load_plan,
+    read_rounds,
+    show_bytes,
+)
 from ray_extract.presets import TARGETS, apply_preset
 from ray_extract.records import Unit
 from ray_extract.shards.image import TORCH_TO_CODE, state_columns
@@ -70,7 +79,12 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A job that is checked, claimed and planned, with nothing started yet."""
+    """A job that is checked, claimed and planned, with nothing started yet.
+
+    Args:
+        units: of the plan.
+        retries: of all retry rounds.
+    """
 
     job: Job
     shape: ModelShape
@@ -79,6 +93,11 @@ class Prepared:
     ledger: Ledger
     index: RowIndex
     units: list[Unit]
+    retries: list[Unit]
+
+    def renewed(self) -> Self:
+        """The same with the units as they are now."""
+        return dataclasses.replace(self, units=load_plan(self.store)[1], retries=read_rounds(self.store))
 
     @property
     def plan(self) -> PlanSummary:
@@ -117,13 +136,19 @@ def check_job(job: Job) -> tuple[Job, ModelShape, tuple[int, ...], Store]:
     return job, shape, boundaries, open_store(job.output.url, job.output.storage_options)
 
 
-def prepare_run(job: Job) -> Prepared:
+def prepare_run(job: Job, *, begin: bool = True) -> Prepared:
     """Check everything that can be checked without an engine, claim the output, and load or make the plan.
+
+    Args:
+        job: the job.
+        begin: make the plan if there is none; else that is an error.
 
     Raises:
         RayExtractError: with exit code 2 for whatever is the user's to mend.
     """
     job, shape, boundaries, store = check_job(job)
+    if not begin and store.head(PLAN_KEY) is None:
+        raise ConfigError(f"output.url = {job.output.url!r}: no run there; begin it with ray-extract run")
     try:
         honest = probe_create(store)
     except (NotFound, AccessDenied, OutOfSpace) as error:
@@ -138,7 +163,7 @@ def prepare_run(job: Job) -> Prepared:
     template = template_fingerprint(job.model, job.dataset, shape.path)
     ledger.claim(run_identity(job, shape, boundaries, sources, template), _environment())
     index, units = load_or_make_plan(store, job, shape, token_bytes(job, shape, boundaries))
-    return Prepared(job, shape, boundaries, store, ledger, index, units)
+    return Prepared(job, shape, boundaries, store, ledger, index, units, read_rounds(store))
 
 
 def run(job: Job) -> Summary:
@@ -149,40 +174,91 @@ def run(job: Job) -> Summary:
         RayExtractError: the run cannot be completed.
     """
     prepared = prepare_run(job)
-    done = prepared.ledger.committed_units()
-    todo = [unit for unit in prepared.units if unit.unit not in done]
     for line in prepared.plan.lines():
         logger.info(line)
-    if done:
-        logger.info("%d of %d units are committed already", len(prepared.units) - len(todo), len(prepared.units))
     write_head(prepared.store, prepared.job, prepared.shape)
-    tokens, seconds = _extract(prepared, todo) if todo else (0, 0.0)
-    counting = Counting(prepared.shape.vocab_size)
+    return _complete(prepared, rounds=False)
+
+
+def retry_failed(job: Job) -> Summary:
+    """Extract the rows of a complete run that failed once more, as one round.
+
+    A round that was begun and not finished is finished. Else the rows that are still not ok make the next one.
+
+    Raises:
+        ConfigError: the run is not complete.
+        Drained: stopped on request.
+        RayExtractError: the round cannot be completed.
+    """
+    prepared = prepare_run(job, begin=False)
+    done = prepared.ledger.committed_units()
+    left = sum(unit.unit not in done for unit in prepared.units)
+    if left:
+        raise ConfigError(
+            f"output.url = {prepared.job.output.url!r}: {left} of {len(prepared.units)} units are not committed; "
+            "finish the run before its failed rows are retried"
+        )
+    if all(unit.unit in done for unit in prepared.retries):
+        _claim_round(prepared)
+    return _complete(prepared, rounds=True)
+
+
+def _claim_round(prepared: Prepared) -> None:
+    """Claim a round of the rows that are not ok, if there are any."""
+    retries, receipts = take_retries(prepared.ledger.receipts(), prepared.retries)
+    failed = {failure.row for receipt in receipts for failure in receipt.failures} - mended(retries)
+    if not failed:
+        logger.info("no row failed: nothing to retry")
+        return
+    last = max((round_of_unit(unit.unit) or 0 for unit in prepared.retries), default=0)
+    claim_round(prepared.store, prepared.job, prepared.index, prepared.token_bytes, failed, last + 1)
+
+
+def _complete(prepared: Prepared, *, rounds: bool) -> Summary:
+    """Extract the units of the plan, or of retry rounds, that have no commit, and say in a manifest what is there."""
+    tokens, seconds = 0, 0.0
+    while True:
+        # Again after each extraction, and in this order, since units may be split meanwhile, by another driver too:
+        # then the parts of those whose commits are seen are known.
+        done = prepared.ledger.committed_units()
+        prepared = prepared.renewed()
+        units = prepared.retries if rounds else prepared.units
+        todo = [unit for unit in units if unit.unit not in done]
+        if len(todo) < len(units) and not tokens:
+            logger.info("%d of %d units are committed already", len(units) - len(todo), len(units))
+        if not todo:
+            break
+        extracted, took = _extract(prepared, done, todo)
+        tokens, seconds = tokens + extracted, seconds + took
+    retries, receipts = take_retries(prepared.ledger.whole_receipts(), prepared.retries)
+    counting = Counting(prepared.shape.vocab_size, mended(retries))
     manifest, totals = write_manifest(
         prepared.store,
         counting.heads(_rows(prepared), prepared.job.capture.keep),
         prepared.units,
-        counting.receipts(prepared.ledger.whole_receipts()),
+        counting.receipts(receipts),
+        retries,
     )
     write_counts(prepared.store, counting.counts, manifest)
     write_success(prepared.store, {"manifest": manifest, **totals.to_json()})
-    return Summary(totals, len(prepared.units), manifest, tokens, seconds)
+    return Summary(totals, len(prepared.units) + len(retries), manifest, tokens, seconds)
 
 
-def _extract(prepared: Prepared, todo: list[Unit]) -> tuple[int, float]:
+def _extract(prepared: Prepared, done: set[str], todo: list[Unit]) -> tuple[int, float]:
     # Ray and torch take seconds to import, and a mistake in the job file should not wait for it.
     from ray_extract.driver import Driver, connect
 
     connect(prepared.job)
-    tokens_left = sum(unit.tokens for unit in todo)
+    before = [unit for unit in (*prepared.units, *prepared.retries) if unit.unit in done]
+    done_tokens = sum(unit.tokens for unit in before)
     driver = Driver(
         prepared.job,
-        _worker_setup(prepared),
+        _worker_setup(prepared, todo),
         prepared.ledger,
         todo,
-        total_units=len(prepared.units),
-        total_tokens=prepared.index.tokens,
-        done_tokens=prepared.index.tokens - tokens_left,
+        total_units=len(before) + len(todo),
+        total_tokens=done_tokens + sum(unit.tokens for unit in todo),
+        done_tokens=done_tokens,
     )
     outcome = driver.run()
     if outcome.given_up:
@@ -194,7 +270,7 @@ def _extract(prepared: Prepared, todo: list[Unit]) -> tuple[int, float]:
     return outcome.tokens, outcome.seconds
 
 
-def _worker_setup(prepared: Prepared) -> "WorkerSetup":
+def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
     from ray_extract.extractor import ExtractorSetup
     from ray_extract.worker import WorkerSetup
 
@@ -207,7 +283,7 @@ def _worker_setup(prepared: Prepared) -> "WorkerSetup":
             hidden=shape.hidden,
             num_layers=shape.num_layers,
             vocab_size=shape.vocab_size,
-            arena_bytes=job.run.arena_bytes or arena_size(prepared.units, job.run.units_in_flight),
+            arena_bytes=job.run.arena_bytes or arena_size(todo, job.run.units_in_flight),
             log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
         ),
         rows=prepared.index.to_json(),
@@ -314,12 +390,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ray_extract.run", description=__doc__.splitlines()[0])
     add_job_arguments(parser)
-    args = parse(parser, argv)
+    return execute(parse(parser, argv), run)
+
+
+def execute(args: argparse.Namespace, action: Callable[[Job], Summary]) -> int:
+    """Do something with the job that the arguments name, and say how it went. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
     try:
         with _interruptible():
             job = load_job(args.config, overrides(args))
-            summary = run(job)
+            summary = action(job)
     except RayExtractError as error:
         complain(error)
         return error.exit_code

@@ -10,7 +10,7 @@ from typing import Any
 from ray_extract import layout
 from ray_extract.errors import NotFound
 from ray_extract.ledger import Ledger, latest_manifest
-from ray_extract.plan import load_plan
+from ray_extract.plan import load_plan, read_rounds
 from ray_extract.progress import TIME_FORMAT, show_seconds
 from ray_extract.store import Store
 
@@ -41,6 +41,7 @@ class RunStatus:
         manifest: key of the latest one, or None.
         progress: what progress.json holds; empty without a readable one.
         age_s: since that was written, by this machine's clock; None without one.
+        retries, retries_done: units of retry rounds, and those of them with a commit.
     """
 
     state: str
@@ -52,6 +53,8 @@ class RunStatus:
     manifest: str | None
     progress: Mapping[str, Any]
     age_s: float | None
+    retries: int = 0
+    retries_done: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """progress.json, with what plan and commits say in place of what it says of them."""
@@ -71,6 +74,8 @@ class RunStatus:
         if self.progress:
             speed, engines = self.progress["tokens_per_s"], self.progress["engines_ready"]
             lines.append(f"speed       {speed:,.0f} tokens/s, {engines} engines ready")
+        if self.retries:
+            lines.append(f"retries     {self.retries_done:,} of {self.retries:,} units of retry rounds committed")
         return [
             *lines,
             f"failed rows {'unknown' if self.rows_failed is None else f'{self.rows_failed:,}'}",
@@ -95,6 +100,7 @@ def run_status(store: Store) -> RunStatus:
         return RunStatus("planning", 0, 0, 0, 0, None, None, {}, None)
     committed = ledger.committed_units()
     done = [unit for unit in units if unit.unit in committed]
+    rounds = read_rounds(store)
     progress, success = _record(store, layout.PROGRESS_KEY), _record(store, layout.SUCCESS_KEY)
     age = _age(progress)
     if age is None:
@@ -113,6 +119,8 @@ def run_status(store: Store) -> RunStatus:
         manifest=manifest,
         progress=progress,
         age_s=age,
+        retries=len(rounds),
+        retries_done=sum(unit.unit in committed for unit in rounds),
     )
 
 

@@ -1,7 +1,7 @@
 """Read a run's output again and compare everything in it with everything else. Modifies nothing.
 
 run.json    whose it is, and which states it has
-plan/       the prepared rows: token ids, masks, which rows are usable, which unit each is in
+plan/       the prepared rows: token ids, masks, which rows are usable, which unit each is in; retry rounds
 commits/    one for each unit; its shard's size, digests, failed rows, hash of all bytes that are not states
 shards/     each committed one: the same rows, ids, masks and spans as prepared; every digest and statistic recomputed
 manifest    what rows, plan and commits say, once more
@@ -35,11 +35,13 @@ from ray_extract.ledger import (
     latest_manifest,
     manifest_columns,
     manifest_rows,
+    mended,
     read_manifest,
     stored_columns,
+    take_retries,
 )
 from ray_extract.model import ModelShape, describe_model
-from ray_extract.plan import load_plan, show_bytes
+from ray_extract.plan import load_plan, read_rounds, show_bytes
 from ray_extract.records import Receipt, RowStatus, Unit
 from ray_extract.shards.base import Shard
 from ray_extract.shards.image import FP8, TORCH_TO_CODE, Column, RowTable, row_table
@@ -66,9 +68,9 @@ class VerifyReport:
     Args:
         url: the output.
         rows: rows of the data set.
-        rows_ok, rows_failed: of the shards that could be read.
+        rows_ok, rows_failed: of the shards that could be read; a row counts once, in however many it is.
         rows_skipped: of the prepared rows.
-        units, committed: shards planned, and with a commit.
+        units, committed: shards planned, those of retry rounds included, and with a commit.
         tokens, kept: prompt and stored tokens of the rows that are ok.
         nbytes: bytes of the shards that could be read.
         skipped, failed: rows by kind of reason.
@@ -147,7 +149,9 @@ class VerifyReport:
         if len(lines) < len(self.damaged):
             lines.append(f"          and those of {len(self.damaged) - len(lines):,} units more, once these are mended")
         if lines:
-            return [*lines, "          and run the job again, which extracts their rows anew"]
+            retried = any(layout.round_of_unit(unit) is not None for unit in self.damaged)
+            command = "run the job, and ray-extract retry-failed, again" if retried else "run the job again"
+            return [*lines, f"          and {command}, which extracts their rows anew"]
         return ["to mend   run the job again, which writes the next manifest"] if self.stale else []
 
 
@@ -164,10 +168,8 @@ class _Expected:
 class _Checked:
     """What one unit adds to the report."""
 
-    ok: int = 0
-    failed: Counter[str] = dataclasses.field(default_factory=Counter)
-    tokens: int = 0
-    kept: int = 0
+    ok: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # row -> prompt tokens, stored ones
+    failed: dict[int, str] = dataclasses.field(default_factory=dict)  # row -> kind of reason
     nbytes: int = 0
     problems: list[str] = dataclasses.field(default_factory=list)
     damaged: bool = False
@@ -203,34 +205,36 @@ def verify(
     if boundaries and not recompute:
         raise ConfigError("--boundary says what --recompute does; say with --recompute N how many rows")
     store = open_store(url, storage_options)
-    identity, expected, index, units = _read_run(store)
+    identity, expected, index, units, rounds = _read_run(store)
     skipped = sum(index.skipped.values())
-    report = VerifyReport(url=store.url, rows=index.rows, units=len(units), skipped=index.skipped, rows_skipped=skipped)
+    report = VerifyReport(url=store.url, rows=index.rows, skipped=index.skipped, rows_skipped=skipped)
     if recompute and model_path is not None:
         # Before the shards are read, which may take hours.
         report.boundaries = _stored(boundaries, identity.capture["boundaries"])
         report.model_note = _check_model(model_path, identity, report.boundaries)
     ledger = Ledger(store)
-    done = _committed(ledger, units, report)
+    done = _committed(ledger, units, rounds, report)
     rows = _Locked(PreparedRows(store, index))
+    failed: dict[int, str] = {}
     with concurrent.futures.ThreadPoolExecutor(_SHARDS_AT_ONCE) as pool:
         checks = pool.map(lambda unit: _check_unit(ledger, unit, rows, expected), done)
         for unit, found in zip(done, checks, strict=True):
             log.info("unit %s: %s", unit.unit, "; ".join(found.problems) or "right")
-            _add(report, found)
+            _add(report, failed, found, again=unit.members is not None)
             if found.damaged:
                 report.damaged.append(unit.unit)
-    report.rows_failed = sum(report.failed.values())
+    report.failed = dict(Counter(failed.values()))
+    report.rows_failed = len(failed)
     for problem in head_problems(store, identity.model["fingerprint"], identity.capture["hidden"]):
         report.add(problem)
-    if report.committed == report.units:
+    if {unit.unit for unit in units} <= {unit.unit for unit in done}:
         if report.rows != report.rows_ok + report.rows_skipped + report.rows_failed:
             report.add(
                 f"{report.rows} rows, but {report.rows_ok} ok + {report.rows_skipped} skipped + "
                 f"{report.rows_failed} failed could be read"
             )
         before = report.problem_count
-        _check_manifest(ledger, index, units, expected, rows, report)
+        _check_manifest(ledger, index, units, rounds, expected, rows, report)
         report.stale = report.problem_count > before
     if recompute and model_path is not None:
         _recompute(store.url, storage_options, identity, recompute, seed, model_path, report)
@@ -238,7 +242,7 @@ def verify(
 
 
 class _Locked:
-    """PreparedRows for several threads."""
+    """PreparedRows for several threads, see there."""
 
     def __init__(self, rows: PreparedRows) -> None:
         self._rows = rows
@@ -248,8 +252,12 @@ class _Locked:
         with self._lock:
             return self._rows.read(first, end)
 
+    def of(self, unit: Unit) -> list[PreparedRow]:
+        with self._lock:
+            return self._rows.of(unit)
 
-def _read_run(store: Store) -> tuple[RunIdentity, _Expected, RowIndex, list[Unit]]:
+
+def _read_run(store: Store) -> tuple[RunIdentity, _Expected, RowIndex, list[Unit], list[Unit]]:
     identity = Ledger(store).identity()
     if identity is None:
         raise ConfigError(f"{store.url}: no {layout.RUN_KEY}, so this is no output of ray_extract; check the URL")
@@ -258,7 +266,8 @@ def _read_run(store: Store) -> tuple[RunIdentity, _Expected, RowIndex, list[Unit
         index, units = load_plan(store)
     except NotFound:
         raise ConfigError(f"{store.url}: the run has no plan yet; nothing to verify") from None
-    return identity, _Expected(identity.capture["keep"], identity.format["shards"], columns), index, units
+    expected = _Expected(identity.capture["keep"], identity.format["shards"], columns)
+    return identity, expected, index, units, read_rounds(store)
 
 
 def _stored(asked: Collection[int], stored: Sequence[int]) -> tuple[int, ...]:
@@ -311,24 +320,34 @@ def _describe(path: str, dtype: str, load_format: Literal["auto", "dummy"]) -> M
         raise ConfigError(str(error).replace(f"model.path = {path!r}", f"--model {path}")) from None
 
 
-def _committed(ledger: Ledger, units: Sequence[Unit], report: VerifyReport) -> list[Unit]:
-    """The units to check; notes those that are missing or unknown."""
-    planned = {unit.unit for unit in units}
+def _committed(ledger: Ledger, units: Sequence[Unit], rounds: Sequence[Unit], report: VerifyReport) -> list[Unit]:
+    """The units to check, in the order in which a row's places count; notes those that are missing or unknown."""
     committed = ledger.committed_units()
-    report.committed = len(committed & planned)
-    for name in sorted(committed - planned):
+    planned = [*units, *rounds]
+    done = [unit for unit in planned if unit.unit in committed]
+    report.units, report.committed = len(planned), len(done)
+    known = {name for unit in planned for name in (unit.unit, *layout.ancestors(unit.unit))}
+    for name in sorted(committed - known):
         report.add(f"{layout.commit_key(name)}: the plan has no such unit")
-    missing = sorted(planned - committed)
-    if missing:
-        report.add(f"{len(missing)} units have no commit, such as {missing[0]}: the run is not finished; run it again")
-    return [unit for unit in units if unit.unit in committed]
+    for part, what in (
+        (units, "the run is not finished; run it again"),
+        (rounds, "the retry round is not finished; run ray-extract retry-failed again"),
+    ):
+        missing = sorted(unit.unit for unit in part if unit.unit not in committed)
+        if missing:
+            report.add(f"{len(missing)} units have no commit, such as {missing[0]}: {what}")
+    return done
 
 
-def _add(report: VerifyReport, found: _Checked) -> None:
-    report.rows_ok += found.ok
-    report.failed = dict(Counter(report.failed) + found.failed)
-    report.tokens += found.tokens
-    report.kept += found.kept
+def _add(report: VerifyReport, failed: dict[int, str], found: _Checked, again: bool) -> None:
+    """Add a unit, of a retry round if `again`, to the report and to the rows that failed so far."""
+    for row, (tokens, kept) in found.ok.items():
+        if again and failed.pop(row, None) is None:
+            continue  # counted where it was ok first
+        report.rows_ok += 1
+        report.tokens += tokens
+        report.kept += kept
+    failed |= {row: kind for row, kind in found.failed.items() if not again or row in failed}
     report.nbytes += found.nbytes
     for problem in found.problems:
         report.add(problem)
@@ -343,7 +362,7 @@ def _check_unit(ledger: Ledger, unit: Unit, rows: _Locked, expected: _Expected) 
         shard = open_shard(ledger.store, receipt.key, receipt.format)
         _count(found, shard, receipt)
         problems = [*_receipt_problems(unit, receipt, shard, expected)]
-        prepared = [row for row in rows.read(unit.first, unit.end) if row.reason is None]
+        prepared = rows.of(unit)
         table = row_table(
             [row.index for row in prepared],
             [row.input_ids for row in prepared],
@@ -406,18 +425,18 @@ def _table_differences(found: RowTable, expected: RowTable) -> Iterator[str]:
 def _count(found: _Checked, shard: Shard, receipt: Receipt) -> None:
     ok = shard.status == RowStatus.OK
     found.nbytes = shard.size
-    found.ok = int(ok.sum())
-    found.tokens = int(np.diff(shard.table.cu_seqlens)[ok].sum())
-    found.kept = int(np.diff(shard.table.cu_kept)[ok].sum())
+    rows = shard.table.row
+    sizes = zip(np.diff(shard.table.cu_seqlens)[ok].tolist(), np.diff(shard.table.cu_kept)[ok].tolist(), strict=True)
+    found.ok = dict(zip(rows[ok].tolist(), sizes, strict=True))
     reasons = {f.row: f"{f.status.name.lower()}: {f.reason}" for f in receipt.failures}
-    for place in np.flatnonzero(~ok):
-        found.failed[reason_kind(reasons.get(int(shard.table.row[place]), "without a reason"))] += 1
+    found.failed = {row: reason_kind(reasons.get(row, "without a reason")) for row in rows[~ok].tolist()}
 
 
 def _check_manifest(
     ledger: Ledger,
     index: RowIndex,
     units: Sequence[Unit],
+    rounds: Sequence[Unit],
     expected: _Expected,
     rows: _Locked,
     report: VerifyReport,
@@ -435,9 +454,12 @@ def _check_manifest(
         for first in range(0, index.rows, _BATCH_ROWS):
             yield from rows.read(first, min(first + _BATCH_ROWS, index.rows))
 
-    at, counting = 0, Counting()
+    at = 0
     try:
-        records = manifest_rows(counting.heads(prepared(), expected.keep), units, counting.receipts(ledger.receipts()))
+        retries, receipts = take_retries(ledger.receipts(), rounds)
+        counting = Counting(mended=mended(retries))
+        heads = counting.heads(prepared(), expected.keep)
+        records = manifest_rows(heads, units, counting.receipts(receipts), retries)
         while batch := list(itertools.islice(records, _BATCH_ROWS)):
             _compare(manifest.slice(at, len(batch)), batch, report.add)
             at += len(batch)

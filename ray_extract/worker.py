@@ -76,8 +76,13 @@ class Worker:
         """See Extractor.progress."""
         return self._extractor.progress()
 
-    def extract(self, unit: Unit, attempt: str) -> Receipt:
+    def extract(self, unit: Unit, attempt: str, doomed: str | None = None) -> Receipt:
         """Extract one unit into one shard.
+
+        Args:
+            unit: the unit.
+            attempt: name of this attempt.
+            doomed: why its rows are not to be extracted, but stored as failed; else None.
 
         Raises:
             EngineError: see Extractor.capture.
@@ -87,7 +92,7 @@ class Worker:
         table = self._table(unit)
         clock.lap("read")
         metadata = {**self._setup.metadata, "unit": unit.unit, "attempt": attempt}
-        with self._extractor.capture(table, metadata) as captured:
+        with self._extractor.capture(table, metadata, doomed) as captured:
             clock.lap("capture")
             # Each try under another name: of one that failed nobody knows what is stored, and its name stays taken.
             names = itertools.chain([attempt], (f"{attempt}-{number}" for number in itertools.count(1)))
@@ -111,8 +116,7 @@ class Worker:
 
     def _table(self, unit: Unit) -> RowTable:
         with self._rows_lock:
-            read = self._patiently(lambda: self._rows.read(unit.first, unit.end), f"reading the rows of {unit.unit}")
-            rows = [r for r in read if r.reason is None]
+            rows = self._patiently(lambda: self._rows.of(unit), f"reading the rows of {unit.unit}")
         return row_table(
             [r.index for r in rows], [r.input_ids for r in rows], [r.loss_mask for r in rows], self._job.capture.keep
         )

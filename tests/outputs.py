@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +10,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from images import seal_image
+from plain_reader import read_output
 
 from ray_extract.capture.fp8 import encode
 from ray_extract.config import Job
 from ray_extract.counts import Counting, write_counts
-from ray_extract.dataset.prepared import PreparedRows, RowIndex
-from ray_extract.layout import shard_key
-from ray_extract.ledger import Ledger, run_identity, write_manifest
+from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength
+from ray_extract.layout import round_of_unit, shard_key
+from ray_extract.ledger import Ledger, mended, run_identity, take_retries, write_manifest
 from ray_extract.model import ModelShape
-from ray_extract.plan import load_or_make_plan
-from ray_extract.records import Receipt, RowFailure, RowStatus, Unit
-from ray_extract.shards.image import TORCH_TO_CODE, lay_out, row_table, state_columns, write_table
+from ray_extract.plan import claim_round, halve, load_or_make_plan, load_plan, read_rounds, store_parts
+from ray_extract.readers.dataset import HiddenStates
+from ray_extract.readers.head import load_token_counts
+from ray_extract.records import Receipt, RowFailure, RowStatus, Split, Unit
+from ray_extract.shards.image import TORCH_TO_CODE, Column, lay_out, row_table, state_columns, write_table
 from ray_extract.shards.parquet import write_parquet
 from ray_extract.shards.raw import write_raw
 from ray_extract.shards.seal import sha256_other
 from ray_extract.store import Store, open_store
+from ray_extract.verify import verify
 
 BOUNDARIES = (1, 3)
 NAMES = ("state.1", "state.3", "state.final")
@@ -44,6 +48,9 @@ class Output:
         job: its job.
         index, units: its plan.
         stored: for each row that is ok, the bytes of each state by name; u8 [kept, bytes per token].
+        columns, dtype: of its shards.
+        states: what its model computes.
+        vocab: tokens of its vocabulary.
     """
 
     url: str
@@ -52,6 +59,10 @@ class Output:
     index: RowIndex
     units: list[Unit]
     stored: dict[int, dict[str, npt.NDArray[np.uint8]]]
+    columns: tuple[Column, ...]
+    dtype: str
+    states: States
+    vocab: int
 
 
 def random_states(hidden: int) -> States:
@@ -141,56 +152,106 @@ def make_output(
     ledger = Ledger(store)
     ledger.claim(run_identity(job, shape, boundaries, [{"path": "rows.jsonl"}], ""), {"ray_extract": "test"})
     index, units = load_or_make_plan(store, job, shape, sum(c.token_bytes for c in columns))
-    prepared = PreparedRows(store, index)
-    stored: dict[int, dict[str, npt.NDArray[np.uint8]]] = {}
+    output = Output(url, store, job, index, units, {}, columns, dtype, states or random_states(hidden), vocab)
     for unit in units:
-        if unit.unit in leave_out:
-            continue
-        usable = [row for row in prepared.read(unit.first, unit.end) if row.reason is None]
-        table = row_table([r.index for r in usable], [r.input_ids for r in usable], [r.loss_mask for r in usable], keep)
-        layout = lay_out(table, columns, {"unit": unit.unit})
-        buffer = memoryview(bytearray(layout.nbytes))
-        write_table(layout, table, buffer)
-        for place, row in enumerate(usable):
-            positions = np.arange(len(row.input_ids)) if keep == "all" else np.flatnonzero(row.loss_mask)
-            for column in columns:
-                values = (states or random_states(hidden))(column.name, row.input_ids)[positions]
-                part = stored_bytes(values, dtype)
-                layout.state_bytes(buffer, column)[table.cu_kept[place] : table.cu_kept[place + 1]] = part
-                if row.index not in failed:
-                    stored.setdefault(row.index, {})[column.name] = part
-        image = seal_image(table, columns, buffer, layout, [i for i, r in enumerate(usable) if r.index in failed])
-        key = shard_key(unit.unit, ATTEMPT, format)
-        size = (
-            write_raw(store, key, buffer)
-            if format == "raw"
-            else write_parquet(store, key, layout, buffer, piece_bytes=10 * sum(c.token_bytes for c in columns))
-        )
-        ok = image.statuses == RowStatus.OK
-        ledger.commit(
-            Receipt(
-                unit=unit.unit,
-                attempt=ATTEMPT,
-                key=key,
-                format=format,
-                size=size,
-                sha256=sha256_other(layout, buffer),
-                rows=len(usable),
-                tokens=int(np.diff(table.cu_seqlens)[ok].sum()),
-                kept=int(np.diff(table.cu_kept)[ok].sum()),
-                failures=tuple(
-                    RowFailure(r.index, RowStatus.INCOMPLETE, "one token is missing")
-                    for r in usable
-                    if r.index in failed
-                ),
-                digests=layout.small(buffer, "digest").tobytes(),
-                environment={},
-                seconds={},
-            )
-        )
+        if unit.unit not in leave_out:
+            commit_unit(output, unit, failed)
     if finish and not leave_out:
-        counting = Counting(vocab)
-        heads = counting.heads(prepared.read(0, index.rows), keep)
-        manifest, _ = write_manifest(store, heads, units, counting.receipts(ledger.receipts()))
-        write_counts(store, counting.counts, manifest)
-    return Output(url, store, job, index, units, stored)
+        write_views(output)
+    return output
+
+
+def commit_unit(output: Output, unit: Unit, failed: Sequence[int] = ()) -> None:
+    """Write a unit's shard and commit it; rows of `failed` are zeroed."""
+    ledger, store, columns = Ledger(output.store), output.store, output.columns
+    keep, format = output.job.capture.keep, output.job.output.format
+    usable = PreparedRows(store, output.index).of(unit)
+    table = row_table([r.index for r in usable], [r.input_ids for r in usable], [r.loss_mask for r in usable], keep)
+    layout = lay_out(table, columns, {"unit": unit.unit})
+    buffer = memoryview(bytearray(layout.nbytes))
+    write_table(layout, table, buffer)
+    for place, row in enumerate(usable):
+        positions = np.arange(len(row.input_ids)) if keep == "all" else np.flatnonzero(row.loss_mask)
+        for column in columns:
+            values = output.states(column.name, row.input_ids)[positions]
+            part = stored_bytes(values, output.dtype)
+            layout.state_bytes(buffer, column)[table.cu_kept[place] : table.cu_kept[place + 1]] = part
+            if row.index not in failed:
+                output.stored.setdefault(row.index, {})[column.name] = part
+    image = seal_image(table, columns, buffer, layout, [i for i, r in enumerate(usable) if r.index in failed])
+    key = shard_key(unit.unit, ATTEMPT, format)
+    size = (
+        write_raw(store, key, buffer)
+        if format == "raw"
+        else write_parquet(store, key, layout, buffer, piece_bytes=10 * sum(c.token_bytes for c in columns))
+    )
+    ok = image.statuses == RowStatus.OK
+    ledger.commit(
+        Receipt(
+            unit=unit.unit,
+            attempt=ATTEMPT,
+            key=key,
+            format=format,
+            size=size,
+            sha256=sha256_other(layout, buffer),
+            rows=len(usable),
+            tokens=int(np.diff(table.cu_seqlens)[ok].sum()),
+            kept=int(np.diff(table.cu_kept)[ok].sum()),
+            failures=tuple(
+                RowFailure(r.index, RowStatus.INCOMPLETE, "one token is missing") for r in usable if r.index in failed
+            ),
+            digests=layout.small(buffer, "digest").tobytes(),
+            environment={},
+            seconds={},
+        )
+    )
+
+
+def write_views(output: Output) -> None:
+    """Write the manifest and the token counts, as a run does at its end."""
+    retries, receipts = take_retries(Ledger(output.store).receipts(), read_rounds(output.store))
+    counting = Counting(output.vocab, mended(retries))
+    heads = counting.heads(PreparedRows(output.store, output.index).read(0, output.index.rows), output.job.capture.keep)
+    units = load_plan(output.store)[1]
+    manifest, _ = write_manifest(output.store, heads, units, counting.receipts(receipts), retries)
+    write_counts(output.store, counting.counts, manifest)
+
+
+def claim(output: Output, rows: Collection[int], number: int = 1) -> list[Unit]:
+    """Claim a retry round of these rows; returns its units."""
+    token_bytes = sum(column.token_bytes for column in output.columns)
+    claim_round(output.store, output.job, output.index, token_bytes, rows, number)
+    return [unit for unit in read_rounds(output.store) if round_of_unit(unit.unit) == number]
+
+
+def retry(output: Output, rows: Sequence[int], number: int = 1, failed: Sequence[int] = ()) -> list[Unit]:
+    """Commit a retry round of these rows and write the manifest anew; returns the round's units."""
+    units = claim(output, rows, number)
+    for unit in units:
+        commit_unit(output, unit, failed)
+    write_views(output)
+    return units
+
+
+def split(output: Output, unit: Unit) -> tuple[Unit, Unit]:
+    """Commit a unit as split; returns its parts, which are not committed."""
+    rows = PreparedRows(output.store, output.index).of(unit)
+    keep = output.job.capture.keep
+    parts = halve(unit, [RowLength(r.index, len(r.input_ids), r.kept(keep), True) for r in rows])
+    store_parts(output.store, unit, parts)
+    assert Ledger(output.store).commit_split(Split(unit.unit, tuple(part.unit for part in parts), "it kills workers"))
+    return parts
+
+
+def check_rows(output: Output, rows: Sequence[int]) -> None:
+    """Assert that verify and the readers find these rows, with their states, and no others."""
+    report = verify(output.url)
+    assert report.ok, report.problems
+    assert (report.rows_ok, report.rows_failed) == (len(rows), output.index.usable - len(rows))
+    data = HiddenStates(output.url, check=True)
+    assert [item["row"] for item in data] == list(rows)
+    for item in data:
+        for name in NAMES:
+            assert item[name].view(torch.uint8).numpy().tobytes() == output.stored[item["row"]][name].tobytes()
+    assert list(read_output(Path(output.url))) == list(rows)
+    assert load_token_counts(output.url).rows == len(rows)

@@ -59,6 +59,9 @@ class MemoryStore:
     def head(self, key):
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
 
+    def list(self, prefix):
+        return (ObjectInfo(key, len(data)) for key, data in sorted(self.objects.items()) if key.startswith(prefix))
+
     def delete(self, key):
         self.objects.pop(key, None)
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from ray_extract import layout
 from ray_extract.dataset.prepare import PreparedRow, reason_kind, row_id
 from ray_extract.errors import AlreadyExists, PlanError
+from ray_extract.records import Unit
 from ray_extract.store import Store, StoredFile
 
 log = logging.getLogger(__name__)
@@ -246,6 +247,12 @@ class PreparedRows:
             found += _rows_of(self._part(part).slice(first - start, upto - first), layout.rows_key(part))
             first = upto
         return found
+
+    def of(self, unit: Unit) -> list[PreparedRow]:
+        """The rows of a unit. Raises as read does."""
+        if unit.members is not None:
+            return [row for index in unit.members for row in self.read(index, index + 1)]
+        return [row for row in self.read(unit.first, unit.end) if row.reason is None]
 
     def lengths(self) -> Iterator[RowLength]:
         """Stream the lengths of all rows, without reading their ids.

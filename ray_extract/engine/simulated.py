@@ -48,7 +48,8 @@ def simulated_states(
 
 class SimulatedEngine:
     """Chunked prefill of made-up states. engine.args: `tokens_per_s`, `max_input_tokens`, `poison_token`
-    (a prompt that holds this id kills the engine), `reject_token` (is rejected), `nan_token` (gives NaN states).
+    (a prompt that holds this id kills the engine), `fatal_token` (kills the worker), `reject_token` (is rejected),
+    `nan_token` (gives NaN states).
     """
 
     def __init__(self, job: Job) -> None:
@@ -109,6 +110,9 @@ class SimulatedEngine:
                 continue
             if self._args.get("poison_token") in ids:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._args.get("fatal_token") in ids:
+                os.kill(os.getppid(), signal.SIGKILL)
+                signal.pause()  # until its guard or the kernel ends this process too
             part = ids[self._progress : self._progress + room]
             rids.append(rid)
             prefixes.append(self._progress)
