@@ -180,11 +180,22 @@ def diff(run: RunIdentity, job: RunIdentity) -> list[str]:
     """Where two identities differ, one readable line a field; empty if nowhere."""
     before, after = dict(_leaves("", run.to_json())), dict(_leaves("", job.to_json()))
     names = list(dict.fromkeys([*before, *after]))
-    return [
-        f"{name}: run has {_shown(before, name)}, this job asks {_shown(after, name)}"
-        for name in names
-        if _shown(before, name) != _shown(after, name)
-    ]
+    lines = []
+    for name in names:
+        run_has, job_asks = _shown(before, name), _shown(after, name)
+        if run_has != job_asks:
+            words = _HASHES.get(name.rpartition(".")[2]) if name in before and name in after else None
+            meaning = f"{words}; " if words else ""
+            lines.append(f"{name}: {meaning}run has {run_has}, this job asks {job_asks}")
+    return lines
+
+
+# What another value of a hash means, by the last part of its name.
+_HASHES = {
+    "sha256": "the file has other content",
+    "template": "the chat template is another one",
+    "fingerprint": "the checkpoint is another one, by its config.json or its weights",
+}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -158,7 +158,7 @@ def test_what_only_moves_work_is_no_part_of_the_identity() -> None:
         (identity(output__format="raw"), 'format.shards: run has "parquet", this job asks "raw"'),
         (
             identity(sources=[SOURCES[0], {"size": 20, "sha256": "cc"}]),
-            'dataset.sources[1].sha256: run has "bb", this job asks "cc"',
+            'dataset.sources[1].sha256: the file has other content; run has "bb", this job asks "cc"',
         ),
     ],
 )
