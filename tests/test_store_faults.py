@@ -142,19 +142,6 @@ def test_the_start_and_the_end_of_an_upload_may_fail_too(store: Store, proxy: Fa
         assert store.get(f"shard-{part}") == data
 
 
-@pytest.mark.parametrize("recursive", [True, False])
-def test_a_list_that_was_cut_short_is_asked_for_again(store: Store, proxy: FaultyProxy, recursive: bool) -> None:
-    keys = [f"folder/{number}" for number in range(5)]
-    for key in keys:
-        store.put(key, b"x")
-    proxy.decide = first(2, Do.CUT_ANSWER, "GET")
-    assert [item.key for item in store.list("folder/", recursive=recursive)] == keys
-    proxy.decide = lambda request: Do.CUT_ANSWER
-    with pytest.raises(StoreError) as caught:
-        list(store.list("folder/", recursive=recursive))
-    assert caught.value.verdict is Verdict.RETRY
-
-
 def test_half_an_answer_is_never_taken_for_a_whole_one(store: Store, proxy: FaultyProxy) -> None:
     store.put("a", DATA)
     for read in (lambda: store.get("a"), lambda: store.get_range("a", 0, len(DATA))):
