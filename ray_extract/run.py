@@ -351,6 +351,7 @@ def summary_lines(job: Job, summary: Summary) -> list[str]:
         else "speed       nothing was left to extract",
         f"output      {job.output.url}",
         f"next        ray-extract verify {job.output.url}",
+        *(["retry       ray-extract retry-failed, with the arguments of this command"] if totals.failed else []),
     ]
 
 

@@ -268,6 +268,7 @@ def test_each_round_extracts_what_still_fails_and_the_last_one_leaves_nothing(
     assert cli.main(["retry-failed", *broken.args("engine.args.nan_token=-1")]) == 3
     out = capsys.readouterr().out
     assert "  ok        11\n" in out and "failed    1   (1 x rejected)" in out and "shards      8," in out
+    assert "\nretry       ray-extract retry-failed, " in out
     check_output(broken, {7: "rejected by the simulated engine"})
     first = {receipt.unit for receipt in broken.receipts()}
     assert cli.main(["retry-failed", *broken.args(MENDED)]) == 0
@@ -282,7 +283,8 @@ def test_each_round_extracts_what_still_fails_and_the_last_one_leaves_nothing(
     # Nothing is left to do, for it and for the run's own command.
     before = sorted((p, p.stat().st_mtime_ns) for p in Path(broken.url).rglob("*") if p.is_file())
     assert cli.main(["retry-failed", *broken.args()]) == 0
-    assert "nothing was left to extract" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing was left to extract" in out and "retry-failed" not in out
     assert run.main(broken.args()) == 0
     assert sorted((p, p.stat().st_mtime_ns) for p in Path(broken.url).rglob("*") if p.is_file()) == before
 
