@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import obstore
 import torch
-from results import Row, in_turns, met, write
+from results import Row, in_turns, verdict, write
 from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -263,10 +263,7 @@ def main() -> int:
             print(row)
     if args.cases == ",".join(CASES):
         write("read", rows, note=NOTE)
-    missed = [row for row in rows if row.goal is not None and not met(row)]
-    for row in missed:
-        print(f"missed: {row.case} {row.metric} = {row.value}, goal {row.goal}")
-    return 1 if missed else 0
+    return verdict(rows)
 
 
 if __name__ == "__main__":

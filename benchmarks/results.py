@@ -38,6 +38,14 @@ def met(row: Row) -> bool:
     return row.value >= row.goal if row.better == "higher" else row.value <= row.goal
 
 
+def verdict(rows: list[Row]) -> int:
+    """Print the figures that miss their goals; returns the exit code, 1 if any does."""
+    missed = [row for row in rows if row.goal is not None and not met(row)]
+    for row in missed:
+        print(f"missed: {row.case} {row.metric} = {row.value}, goal {row.goal}")
+    return 1 if missed else 0
+
+
 def in_turns(ways: dict[str, Callable[[], T]], runs: int) -> dict[str, list[T]]:
     """Figures of each way, one of each in turn; the first turn warms up."""
     found: dict[str, list[T]] = {name: [] for name in ways}

@@ -191,8 +191,9 @@ class Writer:
         """Compare a request's ids with the image's, once, before its first forward pass.
 
         SGLang runs an over-long prompt as the single token 0 under the prompt's own id; writing that would be silent.
+        The first rank's comparison is enough: the others write nothing.
         """
-        request = self._ours(rid)
+        request = None if self._rank else self._ours(rid)
         if request is None:
             return
         known = self._live.get(request.slot)
