@@ -14,20 +14,20 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bare import Bare
 from results import Row, write
 from shapes import SHAPES, write_shape
 
 from ray_extract.config import Job
 from ray_extract.engine.process import EngineProcess, session_pids
-from ray_extract.extractor import Extractor, ExtractorSetup, route
-from ray_extract.shards.image import RowTable, lay_out, row_table, write_table
+from ray_extract.extractor import Extractor, ExtractorSetup
+from ray_extract.shards.image import RowTable, row_table
 
 HERE = Path(__file__).parent
 
@@ -73,16 +73,24 @@ CASES = {
     "deepseek-7168-tp2": Case("deepseek-7168", 200, 512, 3584, 0.98, _TP2),
     "deepseek-7168-dp2": Case("deepseek-7168", 200, 512, 3584, 0.98, _DP2),
 }
-BOUNDARIES = {"qwen3-8b": (2, 18, 33), "deepseek-7168": (2, 3, 5)}
+BOUNDARIES = {"qwen3-8b": (2, 18, 33), "deepseek-7168": (2, 3, 5), "tiny": (2, 4, 5)}
 KV_TOKENS = {"qwen3-8b": 65536, "deepseek-7168": 163840}
 ARENA_BYTES = {"qwen3-8b": 14 << 30, "deepseek-7168": 28 << 30}  # 200 rows of 3,584 tokens at most
 CHUNK = 8192
 
 
 class Pair:
-    """A captured and a bare engine of one setting on the same GPUs."""
+    """A captured and a bare engine of one setting on the same GPUs.
 
-    def __init__(self, case: Case, work: Path, arena_bytes: int, args: dict[str, Any]) -> None:
+    Args:
+        case: of the setting.
+        work: a folder.
+        arena_bytes: for the largest image.
+        args: more arguments of the engines.
+        simulated: whether the engines only make states up.
+    """
+
+    def __init__(self, case: Case, work: Path, arena_bytes: int, args: dict[str, Any], simulated: bool = False) -> None:
         shape = case.shape
         path = write_shape(shape, work)
         self.peaks = Path(tempfile.mkdtemp(prefix="peaks-", dir=work))
@@ -90,6 +98,9 @@ class Pair:
             args = args | {"disable_custom_all_reduce": True}  # compiled for minutes at the first start otherwise
         paths = os.pathsep.join([str(HERE / "peak_memory"), os.environ.get("PYTHONPATH", "")])
         env = {"PYTHONPATH": paths, "RAY_EXTRACT_PEAK_MEMORY": str(self.peaks)}
+        engine = {"args": {"max_total_tokens": KV_TOKENS.get(shape), "mem_fraction_static": 0.85} | args}
+        if simulated:
+            engine = {"kind": "simulated", "device": "cpu"}
         job = Job.model_validate(
             {
                 "model": {"path": str(path), "load_format": "dummy", "dtype": "bfloat16"},
@@ -98,8 +109,8 @@ class Pair:
                 "capture": {"boundaries": BOUNDARIES[shape], "check": "off"},
                 "engine": {
                     "chunked_prefill_size": CHUNK,
-                    "args": {"max_total_tokens": KV_TOKENS[shape], "mem_fraction_static": 0.85} | args,
                     "env": env,
+                    **engine,
                     **dict(case.parallel),
                 },
             }
@@ -128,35 +139,19 @@ class Pair:
             arena = self.extractor._arena
             assert arena is not None and guard is not None, captured.exception()
             self.arena = arena
-            command = [sys.executable, str(HERE / "bare_host.py")]
-            self.bare = EngineProcess(self.job, arena.folder, env, work / "logs", guard, command)
-            self.bare.wait_ready(600)
+            self.bare = Bare(self.job, arena, guard, env, work / "logs")
             took = time.monotonic() - started
             print(f"{shape} {case.parallel}: {captured.result()}, both after {took:.0f} s", flush=True)
-        self.registration = json.loads((arena.folder / "plugin.0.0.json").read_text())
+        record = arena.folder / "plugin.0.0.json"
+        self.registration = json.loads(record.read_text()) if record.exists() else {}
 
     def stop(self) -> None:
-        self.bare.kill()
+        self.bare.process.kill()
         self.extractor.stop()
 
     def run_bare(self, table: RowTable) -> float:
         """Seconds for all rows."""
-        layout = lay_out(table, self.extractor.columns, {})
-        extent = self.arena.allocate(layout.nbytes)
-        write_table(layout, table, extent.buffer)
-        base = extent.offset + layout.tensors["input_ids"].offset
-        lengths = np.diff(table.cu_seqlens).tolist()
-        start = time.monotonic()
-        ranks = route(lengths, Job.model_validate(self.job).engine.dp_size)
-        futures = [
-            self.bare.submit(f"bare-{start}-{i}", base + 4 * int(table.cu_seqlens[i]), n, ranks[i])
-            for i, n in enumerate(lengths)
-        ]
-        for future in futures:
-            assert future.result(600).ok
-        seconds = time.monotonic() - start
-        self.arena.free(extent)
-        return seconds
+        return self.bare.run(np.split(table.input_ids, table.cu_seqlens[1:-1]))
 
     def run_captured(self, table: RowTable) -> float:
         """Seconds for all rows, from the first request to the retired extent."""
@@ -174,7 +169,7 @@ class Pair:
             files = [self.peaks / str(pid) for pid in session_pids(host.pid)]
             return sum(int(file.read_text()) for file in files if file.exists())
 
-        captured, bare = peak(engine), peak(self.bare)
+        captured, bare = peak(engine), peak(self.bare.process)
         return round((captured - bare) / 2**20) if captured and bare else None
 
 

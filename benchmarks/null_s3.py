@@ -17,11 +17,23 @@ import ssl
 import sys
 import threading
 from collections import defaultdict
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
-Part = tuple[int, str | None]
+Part = tuple[int, Any]
+"""Bytes of a body, and what was made of them."""
 
 _BLOCK = 4 << 20
+
+
+class Body(Protocol):
+    """What takes a body that is not dropped unseen."""
+
+    def update(self, block: memoryview | bytes) -> object:
+        """The next bytes; `block` is the caller's again afterwards. Blocks end at multiples of 4 MiB of the body."""
+
+    def hexdigest(self) -> Any:
+        """What is made of them."""
 
 
 class NullS3:
@@ -66,24 +78,31 @@ class NullS3:
                 client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
             length = int(fields.get("content-length", 0))
             early, data = data[:length], data[length:]
-            sha = hashlib.sha256(early) if target.startswith("/hashed/") else None
+            taker = self._body(method, target)
+            if taker is not None:
+                taker.update(early)
             left = length - len(early)
             # TCP drops what it is told to truncate, so that this process need not copy it.
-            flags = (socket.MSG_WAITALL | socket.MSG_TRUNC if sha is None else socket.MSG_WAITALL) if plain else 0
+            flags = (socket.MSG_WAITALL | socket.MSG_TRUNC if taker is None else socket.MSG_WAITALL) if plain else 0
             while left:
-                count = client.recv_into(block, min(left, _BLOCK), flags)
+                count = client.recv_into(block, min(left, _BLOCK - (length - left) % _BLOCK), flags)
                 if not count:
                     return
-                if sha is not None:
-                    sha.update(block[:count])
+                if taker is not None:
+                    taker.update(block[:count])
                 left -= count
+            made = None if taker is None else taker.hexdigest()
             with self._lock:
                 self._underway -= 1
-                status, body, extra = self._answer(method, target, fields, (length, sha and sha.hexdigest()))
+                status, body, extra = self._answer(method, target, fields, (length, made))
             size = extra.pop("Content-Length", str(len(body)))
             extra = {"ETag": '"0"', "Last-Modified": "Thu, 01 Jan 1970 00:00:00 GMT", "Content-Length": size} | extra
             answer = f"HTTP/1.1 {status} x\r\n" + "".join(f"{name}: {value}\r\n" for name, value in extra.items())
             client.sendall(answer.encode() + b"\r\n" + body)
+
+    def _body(self, method: str, target: str) -> Body | None:
+        """What takes a request's body; None drops it."""
+        return hashlib.sha256() if target.startswith("/hashed/") else None
 
     def _answer(
         self, method: str, target: str, fields: dict[str, str], part: Part

@@ -5,6 +5,19 @@ from pathlib import Path
 from typing import Any
 
 SHAPES: dict[str, dict[str, Any]] = {
+    # For trying a benchmark out without a GPU, with the simulated engine.
+    "tiny": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+    },
     "qwen3-8b": {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -134,6 +134,7 @@ class Driver:
         self._committed_bytes = 0
         self._failed_rows = 0
         self._first_ready: float | None = None
+        self._last_commit: float | None = None
         self._last_tick = 0.0
         self._history: deque[tuple[float, int]] = deque()  # (time, tokens captured) of the last _RATE_WINDOW_S
         self._notice = 0.0
@@ -164,7 +165,9 @@ class Driver:
                 f"stopped on request with {self._before_units + self._leases.done} of {self._total_units} units "
                 "committed; run the same command again to go on"
             )
-        seconds = time.monotonic() - self._first_ready if self._first_ready is not None else 0.0
+        seconds = 0.0
+        if self._first_ready is not None and self._last_commit is not None:
+            seconds = self._last_commit - self._first_ready
         return Outcome(dict(self._leases.given_up), self._committed_tokens, seconds)
 
     def _end_state(self) -> str:
@@ -277,6 +280,7 @@ class Driver:
                 continue
             # Lost to another driver's commit or won: the unit is committed.
             self._leases.complete(lease)
+            self._last_commit = time.monotonic()
             self._committed_tokens += lease.unit.tokens
             self._committed_bytes += receipt.size
             self._failed_rows += len(receipt.failures)

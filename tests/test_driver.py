@@ -357,6 +357,23 @@ def test_too_little_shared_memory_is_one_error_and_leaves_nothing(
     assert json.loads((tmp_path / "out/progress.json").read_text())["state"] == "failed"
 
 
+def test_the_rate_of_a_run_leaves_out_the_end_of_its_workers(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the start of its engine: it is of the time from the engine's being ready to the last commit."""
+    stop, worked = driver.Driver._stop_workers, []
+
+    def stop_late(self: driver.Driver) -> None:
+        assert self._first_ready is not None
+        worked.append(time.monotonic() - self._first_ready)
+        time.sleep(0.5)
+        stop(self)
+
+    monkeypatch.setattr(driver.Driver, "_stop_workers", stop_late)
+    summary = run.run(make_work(tmp_path, make_rows(3), address, engine=FAST).job())
+    assert 0 < summary.seconds <= worked[0]
+
+
 def test_resources_that_no_node_has_are_named_while_the_run_waits(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
