@@ -188,7 +188,8 @@ def _sweep(args: argparse.Namespace) -> int:
             store.delete(item.key)
         tell(f"{'deleted' if args.delete else 'lost'}  {item.key}  {show_bytes(item.size)}")
     did = "deleted" if args.delete else "would be deleted with --delete"
-    tell(f"{len(lost):,} shards, {show_bytes(sum(item.size for item in lost))}, {did}")
+    size = show_bytes(sum(item.size for item in lost))
+    tell(f"{len(lost):,} shards, {size}, {did}" if lost else "nothing to sweep: no shard here lost to another one")
     return 0
 
 

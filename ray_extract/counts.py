@@ -9,17 +9,17 @@ and in its metadata `format` and `version`, `manifest` (the key of the one whose
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from ray_extract.dataset.prepare import PreparedRow
+from ray_extract.dataset.prepared import tokens_of
 from ray_extract.errors import AlreadyExists, NotFound, ShardError
 from ray_extract.layout import COUNTS_KEY
-from ray_extract.ledger import RowHead
-from ray_extract.records import Receipt
 from ray_extract.store import Store
 from ray_extract.tensors import WRITTEN_AGAIN, make_header, stored_header
 
@@ -36,18 +36,30 @@ class TokenCounts:
         rows: rows counted.
     """
 
-    all: npt.NDArray[np.int64]
-    supervised: npt.NDArray[np.int64]
+    all: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    supervised: npt.NDArray[np.int64] = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     rows: int = 0
 
-    def add(self, row: PreparedRow) -> None:
-        """Count a row; V grows to hold its ids."""
-        ids = row.input_ids
+    def counted(self, parts: Iterable[tuple[pa.Table, pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+        """Count the rows that are ok while a manifest is made of them, so that their ids are read once.
+
+        Args:
+            parts: prepared rows, and what the manifest says of them, see ledger.manifest_parts.
+        """
+        for part, batch in parts:
+            self.add(part, pc.equal(batch.column("status"), "ok").to_numpy(zero_copy_only=False))
+            yield batch
+
+    def add(self, part: pa.Table, counts: npt.NDArray[np.bool_]) -> None:
+        """Count those prepared rows of a part that do; V grows to hold their ids."""
+        cu_seqlens, ids, mask = tokens_of(part)
+        of_row = np.repeat(counts, np.diff(cu_seqlens))
+        ids, mask = ids[of_row], mask[of_row]
         if len(ids):
             self.grow(int(ids.max()) + 1)
-        np.add.at(self.all, ids, 1)
-        np.add.at(self.supervised, ids[row.loss_mask != 0], 1)
-        self.rows += 1
+        self.all += np.bincount(ids, minlength=len(self.all))
+        self.supervised += np.bincount(ids[mask != 0], minlength=len(self.supervised))
+        self.rows += int(counts.sum())
 
     def grow(self, vocab_size: int) -> None:
         """Make V at least this."""
@@ -62,36 +74,6 @@ class TokenCounts:
             and np.array_equal(self.all, other.all)
             and np.array_equal(self.supervised, other.supervised)
         )
-
-
-class Counting:
-    """Counts rows while a manifest is made of them, so that their ids are read once.
-
-    ledger.manifest_rows takes the receipt of a unit before the unit's rows. So both streams go through here, and of a
-    row that comes by it is known whether it failed.
-
-    Args:
-        vocab_size: V, at least.
-        mended: rows that are ok whatever the receipt says, see ledger.mended.
-    """
-
-    def __init__(self, vocab_size: int = 1, mended: Set[int] = frozenset()) -> None:
-        self._mended = mended
-        self.counts = TokenCounts(np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64))
-        self._failed: frozenset[int] = frozenset()
-
-    def receipts(self, receipts: Iterable[Receipt]) -> Iterator[Receipt]:
-        """Pass receipts on, noting which rows failed."""
-        for receipt in receipts:
-            self._failed = frozenset(failure.row for failure in receipt.failures) - self._mended
-            yield receipt
-
-    def heads(self, rows: Iterable[PreparedRow], keep: str) -> Iterator[RowHead]:
-        """Turn rows into what a manifest says of them, counting those that are ok."""
-        for row in rows:
-            if row.reason is None and row.index not in self._failed:
-                self.counts.add(row)
-            yield RowHead.of(row, keep)
 
 
 def write_counts(store: Store, counts: TokenCounts, manifest: str) -> None:

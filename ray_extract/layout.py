@@ -15,11 +15,13 @@ HEAD_KEY = "head.safetensors"
 COUNTS_KEY = "token-counts.safetensors"
 SHARDS_PREFIX = "shards/"
 COMMITS_PREFIX = "commits/"
+SEGMENTS_PREFIX = "segments/"
 
 SHM_PREFIX = "ray_extract-"
 EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
 
 _COMMIT = re.compile(r"^commits/((?:u|r\d{4}-)\d{8}(?:\.\d+)*)\.json$")
+_SEGMENT = re.compile(r"^segments/((?:u|r\d{4}-)\d{8}(?:\.\d+)*)-([0-9a-f]{64})\.parquet$")
 _ROUND = re.compile(r"^plan/retry-(\d{4})\.json$")
 _SPLIT = re.compile(r"^plan/split-((?:u|r\d{4}-)\d{8}(?:\.\d+)*)\.json$")
 _MANIFEST = re.compile(r"^manifest-(\d{6})\.parquet$")
@@ -93,6 +95,17 @@ def unit_of_commit(key: str) -> str | None:
     """Inverse of commit_key; None for what is no commit, such as a file that a copy or a network share left there."""
     match = _COMMIT.match(key)
     return match[1] if match else None
+
+
+def segment_key(first: str, sha256: str) -> str:
+    """Key of a segment of commits, by the first of its units and the hex digest of its bytes."""
+    return f"{SEGMENTS_PREFIX}{first}-{sha256}.parquet"
+
+
+def parse_segment(key: str) -> tuple[str, str] | None:
+    """Inverse of segment_key, or None if the key is of something else."""
+    match = _SEGMENT.match(key)
+    return (match[1], match[2]) if match else None
 
 
 def manifest_key(number: int) -> str:

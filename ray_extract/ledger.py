@@ -2,8 +2,9 @@
 
     run.json                 whose output this is; create-if-absent, another identity is refused
     commits/<unit>.json      the unit's only commit point, a Receipt or a Split; create-if-absent, kept for ever
+    segments/*.parquet       many commits in one object, see segments.py; only a cache
     manifest-<n>.parquet     one row for each row of the data set; never overwritten, readers take the highest
-    _SUCCESS                 the run is complete
+    _SUCCESS                 the run is complete; what became of its rows by the latest manifest
 
 A shard may exist twice, a row is committed once: readers open only what commits, and so manifests, name. Two drivers
 on one output are harmless: both may extract a unit, one commit wins.
@@ -15,32 +16,40 @@ import itertools
 import json
 import logging
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ray_extract import layout
 from ray_extract.config import Job
-from ray_extract.dataset.prepare import PreparedRow
-from ray_extract.errors import AlreadyExists, IdentityMismatch, ShardError
+from ray_extract.dataset.prepared import tokens_of
+from ray_extract.errors import AlreadyExists, IdentityMismatch, NotFound, ShardError
 from ray_extract.model import ModelShape
-from ray_extract.records import Receipt, Split, Unit
+from ray_extract.records import Receipt, RowFailure, Split, Unit
+from ray_extract.segments import Folded, Folding
 from ray_extract.shards.image import FORMAT_VERSION, TORCH_TO_CODE, Column, state_columns
-from ray_extract.store import ObjectInfo, Store, put_once
+from ray_extract.store import ObjectInfo, Store, StoredFile, put_once
 
 log = logging.getLogger(__name__)
 
 IDENTITY_VERSION = 1
 
-# Commits read at once: at 20 ms a request on S3, 100,000 take half a minute in place of half an hour, and making their
-# manifest takes longer.
+# Commits read at once: at 20 ms a request on S3, 100,000 take half a minute in place of half an hour. Small ones are
+# read several in a row by each reader, since handing over one costs more than parsing it.
 _READERS = 64
-_BATCH_ROWS = 8192
+_READ_AT_ONCE, _READ_BYTES = 16, 64 << 10
+
+_NO_PLAN = "; plan/ is damaged: put it back as it was, or choose another output.url"
+
+_GROUP_ROWS = 64 << 10  # of a row group of a manifest, at least
+_CHUNK_BYTES = 8 << 20  # of a manifest, sent or compared
+_REPETITIVE = ["source", "status", "reason", "unit", "shard", "format"]  # columns that a dictionary makes smaller
 
 # Engine arguments that change the states themselves, unlike those of speed and size.
 _STATE_ARGS = (
@@ -251,6 +260,13 @@ class Ledger:
         """Whose output this is; None if nobody's yet."""
         return self._read_run()[0] if self.store.head(layout.RUN_KEY) else None
 
+    def claimed(self) -> RunIdentity:
+        """Whose output this is. Raises ShardError if it is nobody's."""
+        found = self.identity()
+        if found is None:
+            raise ShardError(f"{self.store.url}: no {layout.RUN_KEY}, so nothing says which states the shards hold")
+        return found
+
     def _read_run(self) -> tuple[RunIdentity, dict[str, str]]:
         try:
             record = json.loads(self.store.get(layout.RUN_KEY))
@@ -296,64 +312,127 @@ class Ledger:
 
     def is_split(self, unit: str) -> bool:
         """Whether a unit's commit says that it is extracted in parts."""
-        return self.store.head(layout.commit_key(unit)) is not None and isinstance(self._read_commit(unit), Split)
+        return isinstance(self._find_commit(unit), Split)
+
+    def listing(self) -> dict[str, ObjectInfo]:
+        """The units that have a commit, in order, those that were split included; and the objects that are these."""
+        items = sorted(self.store.list(layout.COMMITS_PREFIX), key=lambda item: item.key)
+        found = {layout.unit_of_commit(item.key): item for item in items}
+        return {unit: found[unit] for unit in sorted(filter(None, found))}
 
     def committed_units(self) -> set[str]:
         """The units that have a commit, those that were split included."""
-        return set(self._commits())
+        return set(self.listing())
 
     def receipt(self, unit: str) -> Receipt | None:
         """A unit's commit, or None if it has none or was split."""
-        found = self._read_commit(unit) if self.store.head(layout.commit_key(unit)) else None
+        found = self._find_commit(unit)
         return None if isinstance(found, Split) else found
 
-    def receipts(self) -> Iterator[Receipt]:
+    def receipts(self, listing: Mapping[str, ObjectInfo] | None = None, *, fold: bool = False) -> Iterator[Receipt]:
         """As commits, without units that were split: their parts have their own."""
-        return (commit for commit in self.commits() if isinstance(commit, Receipt))
+        return (commit for commit in self.commits(listing, fold=fold) if isinstance(commit, Receipt))
 
-    def commits(self) -> Iterator[Receipt | Split]:
-        """All commits, ordered by unit, so those of retry rounds first; a few are read ahead in parallel."""
-        units = iter(sorted(self._commits()))
+    def commits(
+        self, listing: Mapping[str, ObjectInfo] | None = None, *, fold: bool = False
+    ) -> Iterator[Receipt | Split]:
+        """Commits, ordered by unit, so those of retry rounds first.
+
+        From segments as far as these have them, else one by one, a few read ahead in parallel.
+
+        Args:
+            listing: which ones; all that are there now when absent.
+            fold: store those that no segment had as segments.
+        """
+        if listing is None:
+            listing = self.listing()
+        folding = Folding(self.store) if fold else None
+        for unit, commit, folded in self._texts(listing):
+            if folding is not None and not folded:
+                folding.add(unit, listing[unit].version, commit)
+            yield self._parse_commit(unit, commit)
+        if folding is not None:
+            folding.finish()
+
+    def _texts(self, listing: Mapping[str, ObjectInfo]) -> Iterator[tuple[str, bytes, bool]]:
+        """Unit, commit, and whether it is from a segment."""
+        folded = Folded(self.store, listing)
         with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
             # Bounded, since 100,000 receipts may be tens of gigabytes of digests.
-            ahead = [pool.submit(self._read_commit, unit) for unit in itertools.islice(units, 2 * _READERS)]
+            ahead: deque[tuple[list[str], list[bytes] | concurrent.futures.Future[list[bytes]]]] = deque()
+            few: list[str] = []
+            nbytes = 0
+            for unit, item in listing.items():
+                commit = folded.take(unit)
+                if few and (commit is not None or len(few) == _READ_AT_ONCE or nbytes + item.size > _READ_BYTES):
+                    ahead.append((few, pool.submit(self._read_commits, few)))
+                    few, nbytes = [], 0
+                if commit is None:
+                    few.append(unit)
+                    nbytes += item.size
+                else:
+                    ahead.append(([unit], [commit]))
+                while len(ahead) > 2 * _READERS:
+                    yield from _settled(*ahead.popleft())
+            if few:
+                ahead.append((few, pool.submit(self._read_commits, few)))
             while ahead:
-                yield ahead.pop(0).result()
-                ahead += [pool.submit(self._read_commit, unit) for unit in itertools.islice(units, 1)]
+                yield from _settled(*ahead.popleft())
 
-    def whole_receipts(self) -> Iterator[Receipt]:
+    def _read_commits(self, units: Sequence[str]) -> list[bytes]:
+        return [self.store.get(layout.commit_key(unit)) for unit in units]
+
+    def whole_receipts(self, listing: Mapping[str, ObjectInfo]) -> Iterator[Receipt]:
         """As receipts, after a look whether each commit's shard is there with its size; the bytes are verify's to read.
+
+        Folds what is read into segments.
+
+        Args:
+            listing: which ones.
 
         Raises:
             ShardError: a shard is missing or has another size.
         """
         sizes = {item.key: item.size for item in self.store.list(layout.SHARDS_PREFIX)}
-        for receipt in self.receipts():
+        for receipt in self.receipts(listing, fold=True):
             size = sizes.get(receipt.key)
             if size != receipt.size:
                 found = "is missing" if size is None else f"has {size} bytes and was committed with {receipt.size}"
-                raise ShardError(
-                    f"{self.store.url}/{receipt.key} {found}; to extract its rows again, delete "
-                    f"{layout.commit_key(receipt.unit)} and run the same command"
-                )
+                raise ShardError(f"{self.store.url}/{receipt.key} {found}; {_remedy(receipt.unit)}")
             yield receipt
 
-    def _commits(self) -> Iterator[str]:
-        for item in self.store.list(layout.COMMITS_PREFIX):
-            unit = layout.unit_of_commit(item.key)
-            if unit is not None:
-                yield unit
+    def _find_commit(self, unit: str) -> Receipt | Split | None:
+        try:
+            return self._read_commit(unit)
+        except NotFound:
+            return None
 
     def _read_commit(self, unit: str) -> Receipt | Split:
-        key = layout.commit_key(unit)
+        return self._parse_commit(unit, self.store.get(layout.commit_key(unit)))
+
+    def _parse_commit(self, unit: str, text: bytes) -> Receipt | Split:
         try:
-            record = json.loads(self.store.get(key))
+            record = json.loads(text)
             return Split.from_json(record) if "split" in record else Receipt.from_json(record)
         except (ValueError, KeyError, TypeError) as error:
             raise ShardError(
-                f"{self.store.url}/{key}: not a commit that this release reads ({error}); if it is damaged, delete it "
-                "and run the same command to extract its rows again"
+                f"{self.store.url}/{layout.commit_key(unit)}: not a commit that this release reads ({error}); if it is "
+                f"damaged: {_remedy(unit)}"
             ) from None
+
+
+def _settled(
+    units: Sequence[str], commits: "list[bytes] | concurrent.futures.Future[list[bytes]]"
+) -> Iterator[tuple[str, bytes, bool]]:
+    folded = isinstance(commits, list)
+    found = commits if isinstance(commits, list) else commits.result()
+    return ((unit, commit, folded) for unit, commit in zip(units, found, strict=True))
+
+
+def _remedy(unit: str) -> str:
+    """How the rows of a unit are extracted again."""
+    command = "run the job again" if layout.round_of_unit(unit) is None else "run ray-extract retry-failed again"
+    return f"to extract its rows again, delete {layout.commit_key(unit)} and {command}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -421,30 +500,6 @@ def count(part: pa.Table | pa.RecordBatch) -> Totals:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowHead:
-    """A prepared row without its tokens: what a manifest says of every row.
-
-    Args:
-        index, row_id, source: as prepared.
-        n_tokens: prompt tokens.
-        kept: tokens whose states are stored.
-        reason: why the row is skipped, or None.
-    """
-
-    index: int
-    row_id: str
-    source: str
-    n_tokens: int
-    kept: int
-    reason: str | None
-
-    @classmethod
-    def of(cls, row: PreparedRow, keep: str) -> Self:
-        """The head of a prepared row under `capture.keep`."""
-        return cls(row.index, row.row_id, row.source, len(row.input_ids), row.kept(keep), row.reason)
-
-
 Retry = tuple[Unit, Receipt]
 """A unit of a retry round, and its commit."""
 
@@ -468,7 +523,10 @@ def take_retries(receipts: Iterator[Receipt], rounds: Iterable[Unit]) -> tuple[l
         if layout.round_of_unit(receipt.unit) is None:
             return retries, itertools.chain([receipt], receipts)
         if receipt.unit not in units:
-            raise ShardError(f"{layout.commit_key(receipt.unit)}: no retry round has such a unit; delete it")
+            raise ShardError(
+                f"{layout.commit_key(receipt.unit)}: no plan/retry-*.json has such a unit; if its round was deleted to "
+                "do without it, delete this too"
+            )
         retries.append((units[receipt.unit], receipt))
     return retries, receipts
 
@@ -482,211 +540,340 @@ def mended(retries: Iterable[Retry]) -> frozenset[int]:
     )
 
 
-def manifest_rows(
-    rows: Iterable[RowHead], units: Iterable[Unit], receipts: Iterable[Receipt], retries: Iterable[Retry] = ()
-) -> Iterator[dict[str, Any]]:
-    """Join rows, plan and commits, all in order, into records of MANIFEST_SCHEMA; streaming, one unit in memory.
+def manifest_parts(
+    parts: Iterable[pa.Table],
+    units: Iterable[Unit],
+    receipts: Iterable[Receipt],
+    retries: Iterable[Retry] = (),
+    *,
+    keep: str,
+    states: int,
+) -> Iterator[tuple[pa.Table, pa.RecordBatch]]:
+    """Join rows, plan and commits, all in order, to what a manifest says; streaming, a part and its units in memory.
 
-    The receipt of a unit is taken before the unit's rows. Of a row's places, that of the plan and those of retry rounds
-    in their order, the first one where it is ok counts; if there is none, the last one.
+    Of a row's places, that of the plan and those of retry rounds in their order, the first one where it is ok counts;
+    if there is none, the last one.
 
     Args:
-        rows: every row of the data set, by index from 0.
+        parts: every row of the data set, by index from 0, see PreparedRows.parts.
         units: the plan, by first row.
         receipts: one for each unit, in the plan's order (more would be of another plan).
         retries: what is committed of retry rounds, in their order; all in memory.
+        keep: `capture.keep`.
+        states: in each shard.
+
+    Yields:
+        Each part, and the same rows by MANIFEST_SCHEMA.
 
     Raises:
         ShardError: a unit is not committed, or plan, rows and commits do not fit each other.
     """
-    source = _Counted(rows)
-    again: dict[int, list[_Places]] = {}
-    retried = [_Places(unit, receipt) for unit, receipt in retries]
-    for places in retried:
-        for row in places.unit.members or ():
-            again.setdefault(row, []).append(places)
-    done = iter(receipts)
-    for unit in units:
-        yield from (_skipped(row) for row in source.until(unit.first))
-        receipt = next(done, None)
-        if receipt is None or receipt.unit != unit.unit:
-            found = f"; {receipt.unit} is next" if receipt else ""
-            raise ShardError(f"unit {unit.unit} (rows {unit.first} to {unit.end}) has no commit{found}; run again")
-        yield from _unit_rows(source.until(unit.end), _Places(unit, receipt), again)
-    yield from (_skipped(row) for row in source.until(None))
-    for places in retried:
-        places.finish()
-    extra = next(done, None)
-    if extra is not None:
-        raise ShardError(f"commit of unit {extra.unit}: the plan has no such unit")
+    join = _Join(units, receipts, retries, keep, states)
+    for part in parts:
+        yield part, join.part(part)
+    join.finish()
 
 
-class _Counted:
-    """Rows that come one by one, each with the index that is due."""
+class _Join:
+    """See manifest_parts."""
 
-    def __init__(self, rows: Iterable[RowHead]) -> None:
-        self._rows = iter(rows)
-        self._next = 0
+    def __init__(
+        self, units: Iterable[Unit], receipts: Iterable[Receipt], retries: Iterable[Retry], keep: str, states: int
+    ) -> None:
+        self._units, self._receipts = iter(units), iter(receipts)
+        self._keep, self._states = keep, states
+        self._retried = [_Places(unit, receipt, states) for unit, receipt in retries]
+        self._again: dict[int, list[_Places]] = {}
+        for places in self._retried:
+            for row in places.unit.members or ():
+                self._again.setdefault(row, []).append(places)
+        self._again_rows = np.array(sorted(self._again), np.int64)
+        self._due = 0  # the next row
+        self._planned = 0  # rows up to here are in the units that came
+        self._next = next(self._units, None)
+        self._open: list[_Places] = []  # of units whose rows have not all come
 
-    def until(self, end: int | None) -> Iterator[RowHead]:
-        while end is None or self._next < end:
-            row = next(self._rows, None)
-            if row is None:
-                if end is not None:
-                    raise ShardError(f"row {self._next} is missing: the plan has rows up to {end}")
-                return
-            if row.index != self._next:
-                raise ShardError(f"row {row.index} came where row {self._next} was due")
-            self._next += 1
-            yield row
+    def part(self, part: pa.Table) -> pa.RecordBatch:
+        """The next rows."""
+        first, end = self._due, self._due + part.num_rows
+        index = part.column("index").to_numpy()
+        for at in np.flatnonzero(index != np.arange(first, end))[:1]:
+            raise ShardError(f"row {index[at]} came where row {first + at} was due{_NO_PLAN}")
+        self._due = end
+        usable = part.column("reason").is_null().to_numpy()
+        cu_seqlens, _, mask = tokens_of(part)
+        tokens = np.diff(cu_seqlens)
+        kept = tokens if self._keep == "all" else np.diff(np.append(0, np.cumsum(mask != 0))[cu_seqlens])
 
+        rows = first + np.flatnonzero(usable)
+        units = self._until(end)
+        spots = _spots(rows, kept[usable], units, 1 + self._states)
+        sources = [*units]
+        failures = _failures(rows, spots, units)
+        low, high = np.searchsorted(self._again_rows, (first, end)).tolist()
+        for row in self._again_rows[low:high].tolist():
+            at = int(np.searchsorted(rows, row))
+            if at < len(rows) and rows[at] == row:
+                self._retry(row, at, int(kept[row - first]), spots, sources, failures)
+        self._open = [places for places in units if places.unit.end > end]
+        for places in units:
+            if places.unit.end <= end:
+                places.finish()
+        return _batch(part, usable, tokens, kept, spots, sources, failures)
 
-def _skipped(row: RowHead) -> dict[str, Any]:
-    if row.reason is None:
-        raise ShardError(f"row {row.index} is usable, but in no unit of the plan")
-    return {**_head(row), "status": "skipped", "reason": row.reason}
+    def _until(self, end: int) -> list["_Places"]:
+        """The units with rows that came just now, or may have some, with their receipts."""
+        found = self._open
+        while self._next is not None and self._next.first < end:
+            unit = self._next
+            if unit.first < self._planned:
+                raise ShardError(f"unit {unit.unit}: begins at row {unit.first}, within the unit before{_NO_PLAN}")
+            receipt = next(self._receipts, None)
+            if receipt is None or receipt.unit != unit.unit:
+                raise ShardError(
+                    f"unit {unit.unit} (rows {unit.first} to {unit.end}) has no commit"
+                    + (f"; {receipt.unit} is next" if receipt else "")
+                    + "; run the job again"
+                )
+            found.append(_Places(unit, receipt, self._states))
+            self._planned = unit.end
+            self._next = next(self._units, None)
+        return found
 
+    def _retry(
+        self,
+        row: int,
+        at: int,
+        kept: int,
+        spots: "_Spots",
+        sources: list["_Places"],
+        failures: dict[int, RowFailure],
+    ) -> None:
+        """Take a row where a retry round has it, if it is not ok before."""
+        for places in self._again[row]:
+            place, offset, digests, failure = places.take(row, kept)
+            if at in failures:
+                sources.append(places)
+                spots.source[at], spots.place[at], spots.offset[at] = len(sources) - 1, place, offset
+                spots.digests[at] = digests
+                if failure is None:
+                    del failures[at]
+                else:
+                    failures[at] = failure
 
-def _head(row: RowHead) -> dict[str, Any]:
-    return {
-        "row": row.index,
-        "row_id": row.row_id,
-        "source": row.source,
-        "n_tokens": row.n_tokens,
-        "kept": row.kept,
-    }
-
-
-def _unit_rows(
-    rows: Iterable[RowHead], places: "_Places", again: Mapping[int, Sequence["_Places"]]
-) -> Iterator[dict[str, Any]]:
-    for row in rows:
-        if row.reason is not None:
-            yield _skipped(row)
-            continue
-        record = places.take(row)
-        for other in again.get(row.index, ()):
-            later = other.take(row)
-            if record["status"] != "ok":
-                record = later
-        yield record
-    places.finish()
+    def finish(self) -> None:
+        """Raise ShardError unless everything came."""
+        late = [*(places.unit for places in self._open), *([self._next] if self._next else [])]
+        if late:
+            raise ShardError(f"row {self._due} is missing: the plan has rows up to {late[0].end}{_NO_PLAN}")
+        for places in self._retried:
+            places.finish()
+        extra = next(self._receipts, None)
+        if extra is not None:
+            raise ShardError(f"{layout.commit_key(extra.unit)}: the plan has no such unit; delete it")
 
 
 class _Places:
-    """The rows of a unit, which come one by one, and where in its shard they are."""
+    """A unit, whose rows come in order, and its shard."""
 
-    def __init__(self, unit: Unit, receipt: Receipt) -> None:
-        if receipt.rows != unit.rows or not unit.rows or len(receipt.digests) % (8 * unit.rows):
+    def __init__(self, unit: Unit, receipt: Receipt, states: int) -> None:
+        if receipt.rows != unit.rows or not unit.rows or len(receipt.digests) != 8 * (1 + states) * unit.rows:
             raise ShardError(
                 f"commit of unit {unit.unit}: {receipt.rows} rows and {len(receipt.digests)} bytes of digests, where "
-                f"the plan has {unit.rows} rows"
+                f"the plan has {unit.rows} rows of {states} states; {_remedy(unit.unit)}"
             )
-        self.unit, self._receipt = unit, receipt
-        self._digests = np.frombuffer(receipt.digests, dtype="<u8").reshape(unit.rows, -1)
-        self._failures = {failure.row: failure for failure in receipt.failures}
-        self._place = self._tokens = 0
+        self.unit, self.receipt = unit, receipt
+        self.digests = np.frombuffer(receipt.digests, dtype="<u8").reshape(unit.rows, 1 + states)
+        self.failures = {failure.row: failure for failure in receipt.failures}
+        self.came = self.tokens = 0
 
-    def take(self, row: RowHead) -> dict[str, Any]:
-        """The record of the next row."""
-        unit, place = self.unit, self._place
-        if place == unit.rows:
-            raise ShardError(f"unit {unit.unit}: more usable rows than the {unit.rows} planned")
-        failure = self._failures.pop(row.index, None)
-        self._place += 1
-        self._tokens += row.kept
-        return {
-            **_head(row),
-            "status": "failed" if failure else "ok",
-            "reason": f"{failure.status.name.lower()}: {failure.reason}" if failure else None,
-            "unit": unit.unit,
-            "shard": self._receipt.key,
-            "format": self._receipt.format,
-            "row_in_shard": place,
-            "token_offset": self._tokens - row.kept,
-            "digests": self._digests[place],
-        }
+    def come(self, rows: int, tokens: int) -> None:
+        """Note the next rows, and their stored tokens."""
+        self.came += rows
+        self.tokens += tokens
+        if self.came > self.unit.rows:
+            raise ShardError(f"unit {self.unit.unit}: more usable rows than the {self.unit.rows} planned{_NO_PLAN}")
+
+    def take(self, row: int, kept: int) -> tuple[int, int, npt.NDArray[np.uint64], RowFailure | None]:
+        """Place, token offset, digests and failure of the next row."""
+        place, offset = self.came, self.tokens
+        self.come(1, kept)
+        return place, offset, self.digests[place], self.failures.pop(row, None)
 
     def finish(self) -> None:
         """Raise ShardError unless all rows came."""
         unit = self.unit
-        if self._place != unit.rows or self._tokens != unit.kept:
+        if self.came != unit.rows or self.tokens != unit.kept:
             raise ShardError(
-                f"unit {unit.unit}: {self._place} usable rows with {self._tokens} stored tokens, {unit.rows} and "
-                f"{unit.kept} planned"
+                f"unit {unit.unit}: {self.came} usable rows with {self.tokens} stored tokens, {unit.rows} and "
+                f"{unit.kept} planned{_NO_PLAN}"
             )
-        if self._failures:
+        if self.failures:
             raise ShardError(
-                f"commit of unit {unit.unit}: reports rows that it does not hold: {sorted(self._failures)}"
+                f"commit of unit {unit.unit}: reports rows that it does not hold: {sorted(self.failures)}; "
+                f"{_remedy(unit.unit)}"
             )
+
+
+class _Spots(NamedTuple):
+    """Where usable rows are: number of the source, place and first token there; and digests u64 [rows, 1 + states]."""
+
+    source: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+    offset: npt.NDArray[np.int64]
+    digests: npt.NDArray[np.uint64]
+
+
+def _spots(rows: npt.NDArray[np.int64], kept: npt.NDArray[np.int64], units: Sequence[_Places], width: int) -> _Spots:
+    """Find rows, the next of these units, and note that they came."""
+    firsts, ends = (np.array([getattr(places.unit, name) for places in units], np.int64) for name in ("first", "end"))
+    source = np.searchsorted(firsts, rows, "right") - 1
+    inside = source >= 0
+    inside[inside] = rows[inside] < ends[source[inside]]
+    if not inside.all():
+        raise ShardError(f"row {rows[~inside][0]} is usable, but in no unit of the plan{_NO_PLAN}")
+    before = np.array([(places.came, places.tokens) for places in units], np.int64).reshape(-1, 2)
+    bounds = np.searchsorted(source, np.arange(len(units) + 1))
+    tokens = np.append(0, np.cumsum(kept))
+    digests = [np.empty((0, width), np.uint64)]
+    for places, start, end in zip(units, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        came = places.came
+        places.come(end - start, int(tokens[end] - tokens[start]))
+        digests.append(places.digests[came : places.came])
+    return _Spots(
+        source,
+        np.arange(len(rows)) - bounds[source] + before[source, 0],
+        tokens[:-1] - tokens[bounds[source]] + before[source, 1],
+        np.concatenate(digests),
+    )
+
+
+def _failures(rows: npt.NDArray[np.int64], spots: _Spots, units: Sequence[_Places]) -> dict[int, RowFailure]:
+    """The failures among rows, by place; those that are left belong to later rows, or to none."""
+    found = {}
+    for number, places in enumerate(units):
+        for row in [*places.failures]:
+            at = int(np.searchsorted(rows, row))
+            if at < len(rows) and rows[at] == row and spots.source[at] == number:
+                found[at] = places.failures.pop(row)
+    return found
+
+
+def _batch(
+    part: pa.Table,
+    usable: npt.NDArray[np.bool_],
+    tokens: npt.NDArray[np.int64],
+    kept: npt.NDArray[np.int64],
+    spots: _Spots,
+    sources: Sequence[_Places],
+    failures: Mapping[int, RowFailure],
+) -> pa.RecordBatch:
+    """Rows of a manifest."""
+    failed = np.flatnonzero(usable)[sorted(failures)]
+    kind = np.where(usable, 0, 1)
+    kind[failed] = 2
+    reason = part.column("reason").combine_chunks()
+    if failures:
+        texts = reason.to_pylist()
+        for row, (_, failure) in zip(failed.tolist(), sorted(failures.items()), strict=True):
+            texts[row] = f"{failure.status.name.lower()}: {failure.reason}"
+        reason = pa.array(texts, pa.string())
+
+    def spread(values: npt.NDArray[Any], type: pa.DataType) -> pa.Array:
+        """Values of usable rows; null for the others."""
+        wide = np.zeros(len(usable), values.dtype)
+        wide[usable] = values
+        return pa.array(wide, type, mask=~usable)
+
+    receipts, source = [places.receipt for places in sources], spread(spots.source, pa.int64())
+    width = spots.digests.shape[1]
+    ends = pa.array(width * np.append(0, np.cumsum(usable)), pa.int32())
+    columns = {
+        "row": part.column("index"),
+        "row_id": part.column("row_id"),
+        "source": part.column("source"),
+        "n_tokens": pa.array(tokens, pa.int64()),
+        "kept": pa.array(kept, pa.int64()),
+        "status": pa.array(["ok", "skipped", "failed"]).take(pa.array(kind)),
+        "reason": reason,
+        "unit": pa.array([receipt.unit for receipt in receipts], pa.string()).take(source),
+        "shard": pa.array([receipt.key for receipt in receipts], pa.string()).take(source),
+        "format": pa.array([receipt.format for receipt in receipts], pa.string()).take(source),
+        "row_in_shard": spread(spots.place, pa.int32()),
+        "token_offset": spread(spots.offset, pa.int64()),
+        "digests": pa.ListArray.from_arrays(
+            ends, pa.array(spots.digests.reshape(-1)), mask=pa.array(~usable), type=pa.list_(pa.uint64())
+        ),
+    }
+    return pa.record_batch(
+        [
+            column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+            for column in (columns[name] for name in MANIFEST_SCHEMA.names)
+        ],
+        schema=MANIFEST_SCHEMA,
+    )
 
 
 def write_manifest(
-    store: Store,
-    rows: Iterable[RowHead],
-    units: Iterable[Unit],
-    receipts: Iterable[Receipt],
-    retries: Sequence[Retry] = (),
-) -> tuple[str, Totals]:
-    """Write the next manifest, or find that the latest one says the same.
+    store: Store, identity: RunIdentity, after: int, batches: Iterable[pa.RecordBatch]
+) -> tuple[str, Totals] | None:
+    """Write the manifest after another one, or find that the latest one says the same.
+
+    A number is taken by whoever read the commits after the manifest before was there, and by nobody else: so a manifest
+    knows all that earlier ones do, however slow its driver was.
 
     Args:
         store: the output.
-        rows, units, receipts, retries: see manifest_rows; receipts and retries as take_retries divides them.
+        identity: of the run.
+        after: number of the latest manifest before the commits were listed, see last_manifest.
+        batches: all rows, see manifest_parts.
 
     Returns:
-        Its key, and what became of the rows.
+        Its key, and what became of the rows, without nbytes; None if another driver took the number meanwhile, so that
+        all has to be read again.
 
     Raises:
-        ShardError: see manifest_rows, or nobody has claimed the output; nothing is written.
+        ShardError: see manifest_parts; nothing is written.
     """
-    identity = Ledger(store).identity()
-    if identity is None:
-        raise ShardError(f"{store.url}: no {layout.RUN_KEY}, so nothing says which states the shards hold")
     columns = [[c.name, c.dtype, c.width] for c in stored_columns(identity)]
     metadata = {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, "ray_extract.columns": json.dumps(columns)}
-    sizes = [receipt.size for _, receipt in retries]
-
-    def measured() -> Iterator[Receipt]:
-        for receipt in receipts:
-            sizes.append(receipt.size)
-            yield receipt
-
-    # A file, since a lost race for a number means sending it again.
     with tempfile.TemporaryFile() as file:
         totals = Totals()
-        with pq.ParquetWriter(file, MANIFEST_SCHEMA.with_metadata(metadata), compression="zstd") as writer:
-            records = manifest_rows(rows, units, measured(), retries)
-            while batch := list(itertools.islice(records, _BATCH_ROWS)):
-                part = pa.RecordBatch.from_pylist(batch, schema=MANIFEST_SCHEMA)
-                totals += count(part)
-                writer.write_batch(part)
-        totals = dataclasses.replace(totals, nbytes=sum(sizes))
+        with pq.ParquetWriter(
+            file, MANIFEST_SCHEMA.with_metadata(metadata), compression="zstd", use_dictionary=_REPETITIVE
+        ) as writer:
+            for group in _groups(batches):
+                totals += count(group)
+                writer.write_table(group)
         totals.check()
         size = file.tell()
 
         def chunks() -> Iterator[bytes]:
             file.seek(0)
-            return iter(lambda: file.read(1 << 20), b"")
+            return iter(lambda: file.read(_CHUNK_BYTES), b"")
 
-        return _put_numbered(store, size, chunks), totals
-
-
-def _put_numbered(store: Store, size: int, chunks: Callable[[], Iterator[bytes]]) -> str:
-    number = max(_manifest_numbers(store), default=-1)
-    if number >= 0 and _equal(store, layout.manifest_key(number), size, chunks()):
-        return layout.manifest_key(number)
-    while True:
-        number += 1
-        key = layout.manifest_key(number)
+        if after >= 0 and _equal(store, layout.manifest_key(after), size, chunks()):
+            return layout.manifest_key(after), totals
+        key = layout.manifest_key(after + 1)
         try:
             store.put_stream(key, chunks())
         except AlreadyExists:
-            # Another driver's, or ours after a lost answer.
-            if _equal(store, key, size, chunks()):
-                return key
-        else:
-            return key
+            # Another driver's; or ours after a lost answer, or one like it.
+            if not _equal(store, key, size, chunks()):
+                return None
+        return key, totals
+
+
+def _groups(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Row groups of a manifest."""
+    group: list[pa.RecordBatch] = []
+    for batch in batches:
+        group.append(batch)
+        if sum(each.num_rows for each in group) >= _GROUP_ROWS:
+            yield pa.Table.from_batches(group)
+            group = []
+    if group:
+        yield pa.Table.from_batches(group)
 
 
 def _equal(store: Store, key: str, size: int, chunks: Iterable[bytes]) -> bool:
@@ -701,17 +888,16 @@ def _equal(store: Store, key: str, size: int, chunks: Iterable[bytes]) -> bool:
     return True
 
 
-def _manifest_numbers(store: Store) -> Iterator[int]:
-    for item in store.list("", recursive=False):
-        number = layout.manifest_number(item.key)
-        if number is not None:
-            yield number
+def last_manifest(store: Store) -> int:
+    """Number of the latest manifest; -1 before the first one."""
+    numbers = (layout.manifest_number(item.key) for item in store.list("", recursive=False))
+    return max((number for number in numbers if number is not None), default=-1)
 
 
 def latest_manifest(store: Store) -> str | None:
     """Key of the manifest to read, or None before the first one."""
-    number = max(_manifest_numbers(store), default=None)
-    return None if number is None else layout.manifest_key(number)
+    number = last_manifest(store)
+    return None if number < 0 else layout.manifest_key(number)
 
 
 def read_manifest(store: Store) -> pa.Table:
@@ -739,22 +925,80 @@ def read_manifest(store: Store) -> pa.Table:
         raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
 
 
+def failed_rows(store: Store, key: str) -> int:
+    """Rows that a manifest has as failed; reads that column only.
+
+    Raises:
+        ShardError: it is damaged.
+    """
+    info = store.head(key)
+    try:
+        if info is None:
+            raise ValueError("it is gone")
+        file = StoredFile(store, key, info.size)
+        status = pq.ParquetFile(file).read(columns=["status"], use_threads=False).column("status")
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
+    return int(pc.sum(pc.equal(status, "failed")).as_py() or 0)
+
+
 def manifest_columns(manifest: pa.Table) -> tuple[Column, ...]:
     """The states in each shard that a manifest names, in order."""
     return tuple(Column(*entry) for entry in json.loads(manifest.schema.metadata[b"ray_extract.columns"]))
 
 
-def write_success(store: Store, summary: Mapping[str, Any]) -> None:
-    """Say that the run is complete. What an earlier completion said stays."""
-    text = json.dumps(dict(summary), indent=2, sort_keys=True).encode()
+def write_success(store: Store, manifest: str, shards: int, totals: Totals) -> None:
+    """Say that the run is complete, in place of what was said of an earlier manifest.
+
+    Args:
+        store: the output.
+        manifest: key of the latest one.
+        shards: committed ones when it was made. A round that changed no row may make more for the same manifest.
+        totals: of all rows.
+    """
+    text = json.dumps({"manifest": manifest, "shards": shards, **totals.to_json()}, indent=2, sort_keys=True).encode()
     if not put_once(store, layout.SUCCESS_KEY, text):
-        log.info("%s/%s is there already", store.url, layout.SUCCESS_KEY)
+        store.put(layout.SUCCESS_KEY, text, create=False)
+
+
+def read_success(store: Store) -> dict[str, Any]:
+    """What the run said when it was complete, see write_success; empty if it was not, or that is damaged.
+
+    Earlier releases did not say `shards`.
+    """
+    try:
+        found = json.loads(store.get(layout.SUCCESS_KEY))
+    except (NotFound, ValueError):
+        return {}
+    kinds = {"manifest": str, "failed": dict, "shards": int}
+    right = isinstance(found, dict) and all(isinstance(found.get(n, 0), kind) for n, kind in kinds.items())
+    return found if right else {}
+
+
+def success_problems(store: Store, manifest: str | None, totals: Totals) -> Iterator[str]:
+    """Where _SUCCESS, if it is there, does not say what became of the rows.
+
+    Args:
+        store: the output.
+        manifest: key of the latest one.
+        totals: of all rows; nbytes is not looked at.
+    """
+    if store.head(layout.SUCCESS_KEY) is not None:
+        found = read_success(store)
+        if not found:
+            yield f"{layout.SUCCESS_KEY}: damaged; run the job again"
+        for name, value in {"manifest": manifest, **totals.to_json(), "nbytes": found.get("nbytes")}.items():
+            if name in found and found[name] != value:
+                yield f"{layout.SUCCESS_KEY}: {name} is {found[name]}, expected {value}; run the job again"
 
 
 def orphans(store: Store) -> list[ObjectInfo]:
     """Shards that lost: their unit's commit names another attempt, or parts.
 
     Shards of units without a commit are not among them, since whoever wrote them may be about to commit.
+
+    Raises:
+        ShardError: a commit is damaged.
     """
     shards: dict[str, list[ObjectInfo]] = {}
     for item in store.list(layout.SHARDS_PREFIX):

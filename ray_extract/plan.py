@@ -158,7 +158,7 @@ def read_units(store: Store) -> list[Unit]:
     table = read_table(store, layout.UNITS_KEY)
     if not table.schema.equals(_UNITS_SCHEMA):
         raise PlanError(f"output.url: {layout.UNITS_KEY} is of another release; choose another output.url")
-    return [Unit(**record) for record in table.to_pylist()]
+    return list(map(Unit, *(column.to_pylist() for column in table.columns)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ failed; 4 stopped on request (SIGTERM, SIGINT). After 1 and 4 the same command g
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import platform
@@ -16,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -24,16 +23,14 @@ import ray_extract
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import Job, load_job
 from ray_extract.console import complain, parse, tell
-from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.chat import template_fingerprint
-from ray_extract.dataset.prepare import PreparedRow
-from ray_extract.dataset.prepared import PreparedRows, RowIndex
+from ray_extract.dataset.prepared import RowIndex
 from ray_extract.dataset.source import source_fingerprint
 from ray_extract.engine.base import check_engine
 from ray_extract.errors import AccessDenied, ConfigError, Drained, NotFound, OutOfSpace, RayExtractError
 from ray_extract.head import write_head
 from ray_extract.layout import PLAN_KEY, round_of_unit
-from ray_extract.ledger import Ledger, Totals, mended, run_identity, take_retries, write_manifest, write_success
+from ray_extract.ledger import Ledger, Totals, last_manifest, mended, run_identity, take_retries
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import (
     PlanSummary,
@@ -47,7 +44,8 @@ from ray_extract.plan import (
 from ray_extract.presets import TARGETS, apply_preset
 from ray_extract.records import Unit
 from ray_extract.shards.image import TORCH_TO_CODE, state_columns
-from ray_extract.store import Store, open_store, probe_create
+from ray_extract.store import ObjectInfo, Store, open_store, probe_create
+from ray_extract.views import write_views
 
 if TYPE_CHECKING:
     from ray_extract.worker import WorkerSetup
@@ -191,21 +189,22 @@ def retry_failed(job: Job) -> Summary:
         RayExtractError: the round cannot be completed.
     """
     prepared = prepare_run(job, begin=False)
-    done = prepared.ledger.committed_units()
-    left = sum(unit.unit not in done for unit in prepared.units)
+    listing = prepared.ledger.listing()
+    prepared = prepared.renewed()  # after the listing, see _complete
+    left = sum(unit.unit not in listing for unit in prepared.units)
     if left:
         raise ConfigError(
             f"output.url = {prepared.job.output.url!r}: {left} of {len(prepared.units)} units are not committed; "
             "finish the run before its failed rows are retried"
         )
-    if all(unit.unit in done for unit in prepared.retries):
-        _claim_round(prepared)
+    if all(unit.unit in listing for unit in prepared.retries):
+        _claim_round(prepared, listing)
     return _complete(prepared, rounds=True)
 
 
-def _claim_round(prepared: Prepared) -> None:
-    """Claim a round of the rows that are not ok, if there are any."""
-    retries, receipts = take_retries(prepared.ledger.receipts(), prepared.retries)
+def _claim_round(prepared: Prepared, listing: Mapping[str, ObjectInfo]) -> None:
+    """Claim a round of the rows that are not ok by these commits, if there are any."""
+    retries, receipts = take_retries(prepared.ledger.receipts(listing), prepared.retries)
     failed = {failure.row for receipt in receipts for failure in receipt.failures} - mended(retries)
     if not failed:
         logger.info("no row failed: nothing to retry")
@@ -218,30 +217,31 @@ def _complete(prepared: Prepared, *, rounds: bool) -> Summary:
     """Extract the units of the plan, or of retry rounds, that have no commit, and say in a manifest what is there."""
     tokens, seconds = 0, 0.0
     while True:
-        # Again after each extraction, and in this order, since units may be split meanwhile, by another driver too:
-        # then the parts of those whose commits are seen are known.
-        done = prepared.ledger.committed_units()
+        # In this order: units may be split and rounds claimed meanwhile, by another driver too, and those whose commits
+        # are seen are known then; and a manifest knows the commits that earlier ones know.
+        after = last_manifest(prepared.store)
+        listing = prepared.ledger.listing()
         prepared = prepared.renewed()
         units = prepared.retries if rounds else prepared.units
-        todo = [unit for unit in units if unit.unit not in done]
+        todo = [unit for unit in units if unit.unit not in listing]
         if len(todo) < len(units) and not tokens:
             logger.info("%d of %d units are committed already", len(units) - len(todo), len(units))
-        if not todo:
-            break
-        extracted, took = _extract(prepared, done, todo)
-        tokens, seconds = tokens + extracted, seconds + took
-    retries, receipts = take_retries(prepared.ledger.whole_receipts(), prepared.retries)
-    counting = Counting(prepared.shape.vocab_size, mended(retries))
-    manifest, totals = write_manifest(
-        prepared.store,
-        counting.heads(_rows(prepared), prepared.job.capture.keep),
-        prepared.units,
-        counting.receipts(receipts),
-        retries,
-    )
-    write_counts(prepared.store, counting.counts, manifest)
-    write_success(prepared.store, {"manifest": manifest, **totals.to_json()})
-    return Summary(totals, len(prepared.units) + len(retries), manifest, tokens, seconds)
+        if todo:
+            extracted, took = _extract(prepared, set(listing), todo)
+            tokens, seconds = tokens + extracted, seconds + took
+            continue
+        views = write_views(
+            prepared.ledger,
+            prepared.index,
+            prepared.units,
+            prepared.retries,
+            after,
+            listing,
+            prepared.shape.vocab_size,
+        )
+        if views is not None:
+            return Summary(views.totals, views.shards, views.manifest, tokens, seconds)
+        logger.info("another driver wrote a manifest meanwhile; all commits are read again for the next one")
 
 
 def _extract(prepared: Prepared, done: set[str], todo: list[Unit]) -> tuple[int, float]:
@@ -308,13 +308,6 @@ def arena_size(units: Sequence[Unit], units_in_flight: int) -> int:
 def image_bound(unit: Unit) -> int:
     """Bytes that a unit's image takes at most: states, ids and masks, row tables, spans of alternating tokens, pads."""
     return unit.nbytes + (5 + 8) * unit.tokens + unit.rows * 4 * _ROW_TABLE_BYTES + _IMAGE_HEADER_BYTES + (1 << 20)
-
-
-def _rows(prepared: Prepared) -> Iterator[PreparedRow]:
-    rows = PreparedRows(prepared.store, prepared.index)
-    bounds = [*prepared.index.starts, prepared.index.rows]
-    for first, end in itertools.pairwise(bounds):
-        yield from rows.read(first, end)
 
 
 def _absolute(job: Job, shape: ModelShape) -> Job:

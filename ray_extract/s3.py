@@ -455,7 +455,7 @@ class S3Store(Store):
             renewals = self._renewals
             try:
                 for item in self._objects(folder or None, recursive, last):
-                    yield ObjectInfo(item["path"], item["size"])
+                    yield ObjectInfo(item["path"], item["size"], item["e_tag"] or "")
                     last = item["path"]
             except obstore.exceptions.BaseError as error:
                 if isinstance(translate(error, self.url), CredentialsExpired) and self._renew(renewals):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_extract import layout
 from ray_extract.errors import NotFound
-from ray_extract.ledger import Ledger, latest_manifest
+from ray_extract.ledger import Ledger, failed_rows, latest_manifest, read_success
 from ray_extract.plan import load_plan, read_rounds
 from ray_extract.progress import TIME_FORMAT, show_seconds
 from ray_extract.store import Store
@@ -39,6 +39,7 @@ class RunStatus:
         tokens, tokens_committed: prompt tokens of the same.
         rows_failed: in the manifest, or else as far as the driver said; None if nothing tells.
         manifest: key of the latest one, or None.
+        newer: commits that came after it, as far as _SUCCESS tells.
         progress: what progress.json holds; empty without a readable one.
         age_s: since that was written, by this machine's clock; None without one.
         retries, retries_done: units of retry rounds, and those of them with a commit.
@@ -53,6 +54,7 @@ class RunStatus:
     manifest: str | None
     progress: Mapping[str, Any]
     age_s: float | None
+    newer: int = 0
     retries: int = 0
     retries_done: int = 0
 
@@ -76,10 +78,11 @@ class RunStatus:
             lines.append(f"speed       {speed:,.0f} tokens/s, {engines} engines ready")
         if self.retries:
             lines.append(f"retries     {self.retries_done:,} of {self.retries:,} units of retry rounds committed")
+        newer = f" ({self.newer:,} commits came after it; the next one will have them)" if self.newer else ""
         return [
             *lines,
             f"failed rows {'unknown' if self.rows_failed is None else f'{self.rows_failed:,}'}",
-            f"manifest    {self.manifest or 'none yet'}",
+            f"manifest    {self.manifest or 'none yet'}{newer}",
         ]
 
 
@@ -88,7 +91,7 @@ def run_status(store: Store) -> RunStatus:
 
     Raises:
         NotFound: no run has begun there.
-        IdentityMismatch, PlanError: it is of another release, or damaged.
+        IdentityMismatch, PlanError, ShardError: it is of another release, or damaged.
         StoreError: the store failed.
     """
     ledger = Ledger(store)
@@ -101,14 +104,18 @@ def run_status(store: Store) -> RunStatus:
     committed = ledger.committed_units()
     done = [unit for unit in units if unit.unit in committed]
     rounds = read_rounds(store)
-    progress, success = _record(store, layout.PROGRESS_KEY), _record(store, layout.SUCCESS_KEY)
+    retries_done = sum(unit.unit in committed for unit in rounds)
+    progress, success = _progress(store), read_success(store)
     age = _age(progress)
     if age is None:
         progress = {}
-    manifest, failed = latest_manifest(store), progress.get("rows_failed")
-    # _SUCCESS stays as it was when rows are extracted again.
-    if success.get("manifest") == manifest and isinstance(success.get("failed"), dict):
+    manifest, failed, newer = latest_manifest(store), progress.get("rows_failed"), 0
+    if manifest is not None and success.get("manifest") == manifest:
         failed = sum(success["failed"].values())
+        newer = max(0, len(done) + retries_done - success.get("shards", len(done) + retries_done))
+    elif manifest is not None:
+        # Its driver ended before it wrote _SUCCESS anew, or has not come to that.
+        failed = failed_rows(store, manifest)
     return RunStatus(
         state=state_of(bool(success), len(done) == len(units), progress.get("state"), age),
         units=len(units),
@@ -119,8 +126,9 @@ def run_status(store: Store) -> RunStatus:
         manifest=manifest,
         progress=progress,
         age_s=age,
+        newer=newer,
         retries=len(rounds),
-        retries_done=sum(unit.unit in committed for unit in rounds),
+        retries_done=retries_done,
     )
 
 
@@ -143,10 +151,10 @@ def state_of(success: bool, whole: bool, said: str | None, age_s: float | None) 
     return "silent" if works else said or "unknown"
 
 
-def _record(store: Store, key: str) -> dict[str, Any]:
-    """A JSON object of the store; empty if it is absent or damaged."""
+def _progress(store: Store) -> dict[str, Any]:
+    """What progress.json says; empty if it is absent or damaged."""
     try:
-        found = json.loads(store.get(key))
+        found = json.loads(store.get(layout.PROGRESS_KEY))
     except (NotFound, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

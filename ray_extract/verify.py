@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from ray_extract import layout
 from ray_extract.config import ModelConfig
-from ray_extract.counts import Counting, count_problems
+from ray_extract.counts import TokenCounts, count_problems
 from ray_extract.dataset.prepare import PreparedRow, reason_kind
 from ray_extract.dataset.prepared import PreparedRows, RowIndex
 from ray_extract.errors import ConfigError, NotFound, PlanError, ShardError
@@ -32,12 +32,14 @@ from ray_extract.ledger import (
     MANIFEST_SCHEMA,
     Ledger,
     RunIdentity,
+    Totals,
+    count,
     latest_manifest,
     manifest_columns,
-    manifest_rows,
-    mended,
+    manifest_parts,
     read_manifest,
     stored_columns,
+    success_problems,
     take_retries,
 )
 from ray_extract.model import ModelShape, describe_model
@@ -57,7 +59,6 @@ MAX_PROBLEMS = 50
 """Problems that a report spells out; the rest are counted."""
 
 _SHARDS_AT_ONCE = 4  # hides the latency of an object store; each takes up to about 64 MiB
-_BATCH_ROWS = 4096
 _NO_OPTIONS: Mapping[str, Any] = {}
 
 
@@ -234,7 +235,7 @@ def verify(
                 f"{report.rows_failed} failed could be read"
             )
         before = report.problem_count
-        _check_manifest(ledger, index, units, rounds, expected, rows, report)
+        _check_manifest(ledger, PreparedRows(store, index), units, rounds, expected, report)
         report.stale = report.problem_count > before
     if recompute and model_path is not None:
         _recompute(store.url, storage_options, identity, recompute, seed, model_path, report)
@@ -247,10 +248,6 @@ class _Locked:
     def __init__(self, rows: PreparedRows) -> None:
         self._rows = rows
         self._lock = threading.Lock()
-
-    def read(self, first: int, end: int) -> list[PreparedRow]:
-        with self._lock:
-            return self._rows.read(first, end)
 
     def of(self, unit: Unit) -> list[PreparedRow]:
         with self._lock:
@@ -328,7 +325,10 @@ def _committed(ledger: Ledger, units: Sequence[Unit], rounds: Sequence[Unit], re
     report.units, report.committed = len(planned), len(done)
     known = {name for unit in planned for name in (unit.unit, *layout.ancestors(unit.unit))}
     for name in sorted(committed - known):
-        report.add(f"{layout.commit_key(name)}: the plan has no such unit")
+        report.add(
+            f"{layout.commit_key(name)}: the plan has no such unit; delete it, or put back the plan/retry-*.json or "
+            "plan/split-*.json that it is of"
+        )
     for part, what in (
         (units, "the run is not finished; run it again"),
         (rounds, "the retry round is not finished; run ray-extract retry-failed again"),
@@ -434,11 +434,10 @@ def _count(found: _Checked, shard: Shard, receipt: Receipt) -> None:
 
 def _check_manifest(
     ledger: Ledger,
-    index: RowIndex,
+    rows: PreparedRows,
     units: Sequence[Unit],
     rounds: Sequence[Unit],
     expected: _Expected,
-    rows: _Locked,
     report: VerifyReport,
 ) -> None:
     try:
@@ -450,30 +449,28 @@ def _check_manifest(
     if manifest_columns(manifest) != expected.columns:
         report.add(f"manifest: its columns are {manifest_columns(manifest)}, the run's are {expected.columns}")
 
-    def prepared() -> Iterator[PreparedRow]:
-        for first in range(0, index.rows, _BATCH_ROWS):
-            yield from rows.read(first, min(first + _BATCH_ROWS, index.rows))
-
-    at = 0
+    counts, totals, at = TokenCounts(), Totals(), 0
     try:
         retries, receipts = take_retries(ledger.receipts(), rounds)
-        counting = Counting(mended=mended(retries))
-        heads = counting.heads(prepared(), expected.keep)
-        records = manifest_rows(heads, units, counting.receipts(receipts), retries)
-        while batch := list(itertools.islice(records, _BATCH_ROWS)):
-            _compare(manifest.slice(at, len(batch)), batch, report.add)
-            at += len(batch)
+        parts = manifest_parts(rows.parts(), units, receipts, retries, keep=expected.keep, states=len(expected.columns))
+        for batch in counts.counted(parts):
+            _compare(manifest.slice(at, batch.num_rows), batch, report.add)
+            totals += count(batch)
+            at += batch.num_rows
     except (ShardError, PlanError) as error:
         report.add(f"manifest: {error}")
         return
     if at != len(manifest):
         report.add(f"manifest: {len(manifest)} rows, expected {at}")
-    for problem in count_problems(ledger.store, counting.counts, latest_manifest(ledger.store)):
+    latest = latest_manifest(ledger.store)
+    for problem in count_problems(ledger.store, counts, latest):
+        report.add(problem)
+    for problem in success_problems(ledger.store, latest, totals):
         report.add(problem)
 
 
-def _compare(part: pa.Table, batch: list[dict[str, Any]], add: Callable[[str], None]) -> None:
-    wanted = pa.Table.from_pylist(batch, schema=MANIFEST_SCHEMA)
+def _compare(part: pa.Table, batch: pa.RecordBatch, add: Callable[[str], None]) -> None:
+    wanted = pa.Table.from_batches([batch])
     if part.equals(wanted):
         return
     for got, record in itertools.zip_longest(part.to_pylist(), wanted.to_pylist()):

@@ -12,12 +12,12 @@ import torch
 from images import seal_image
 from plain_reader import read_output
 
+from ray_extract import views
 from ray_extract.capture.fp8 import encode
 from ray_extract.config import Job
-from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength
 from ray_extract.layout import round_of_unit, shard_key
-from ray_extract.ledger import Ledger, mended, run_identity, take_retries, write_manifest
+from ray_extract.ledger import Ledger, last_manifest, run_identity
 from ray_extract.model import ModelShape
 from ray_extract.plan import claim_round, halve, load_or_make_plan, load_plan, read_rounds, store_parts
 from ray_extract.readers.dataset import HiddenStates
@@ -208,13 +208,11 @@ def commit_unit(output: Output, unit: Unit, failed: Sequence[int] = ()) -> None:
 
 
 def write_views(output: Output) -> None:
-    """Write the manifest and the token counts, as a run does at its end."""
-    retries, receipts = take_retries(Ledger(output.store).receipts(), read_rounds(output.store))
-    counting = Counting(output.vocab, mended(retries))
-    heads = counting.heads(PreparedRows(output.store, output.index).read(0, output.index.rows), output.job.capture.keep)
-    units = load_plan(output.store)[1]
-    manifest, _ = write_manifest(output.store, heads, units, counting.receipts(receipts), retries)
-    write_counts(output.store, counting.counts, manifest)
+    """Write manifest, token counts and _SUCCESS, as a run does at its end."""
+    ledger, after = Ledger(output.store), last_manifest(output.store)
+    listing = ledger.listing()
+    units, rounds = load_plan(output.store)[1], read_rounds(output.store)
+    assert views.write_views(ledger, output.index, units, rounds, after, listing, output.vocab) is not None
 
 
 def claim(output: Output, rows: Collection[int], number: int = 1) -> list[Unit]:

@@ -44,9 +44,10 @@ import numpy as np
 import plain_reader
 import ray.exceptions
 
-from ray_extract import driver, extractor, ledger, plan, run, store, verify, worker
+from ray_extract import driver, extractor, ledger, plan, run, segments, store, verify, worker
 from ray_extract.capture.digest import digest_ids, digest_tokens
 from ray_extract.config import Job
+from ray_extract.dataset import prepared
 from ray_extract.dataset.prepare import PreparedRow, row_id
 from ray_extract.engine.base import EngineInfo
 from ray_extract.errors import (
@@ -60,7 +61,7 @@ from ray_extract.errors import (
     Throttled,
 )
 from ray_extract.extractor import Captured
-from ray_extract.layout import COMMITS_PREFIX, COUNTS_KEY, PROGRESS_KEY, round_of_unit
+from ray_extract.layout import COMMITS_PREFIX, COUNTS_KEY, PROGRESS_KEY, SUCCESS_KEY, round_of_unit
 from ray_extract.ledger import Ledger, orphans
 from ray_extract.model import ModelShape
 from ray_extract.readers import rows as reader_rows
@@ -79,7 +80,8 @@ STEPS = 5_000  # of all fibers; the longest of 1,374 schedules took 1,685
 HANG_S = 60.0  # of real time
 NEVER = 99  # a round that no run comes to
 AT_WORK = re.compile(r"shards/|commits/|plan/split|plan/retry|manifest|$")
-MUTABLE = re.compile(rf"{PROGRESS_KEY}|{COUNTS_KEY}|probe-.*")
+TAKEN = re.compile(r"shards/|commits/|plan/split|plan/retry|manifest")
+MUTABLE = re.compile(rf"{PROGRESS_KEY}|{COUNTS_KEY}|{SUCCESS_KEY}|probe-.*")
 
 
 class Killed(BaseException):
@@ -386,23 +388,28 @@ class MemoryObjects(store.Store):
         self._sim = sim
         self.objects: dict[str, bytes] = {}
         self._order: list[str] = []  # keys as they were created
+        self._writes = 0
+        self._versions: dict[str, str] = {}
 
     def _write(self, key: str, data: bytes, create: bool) -> None:
         sim = self._sim
         if key in self.objects:
             if create:
+                sim.counts[f"taken {TAKEN.match(key)[0] if TAKEN.match(key) else 'others'}"] += 1
                 raise FileExistsError(key)
             if not MUTABLE.fullmatch(key):
                 sim.problem(f"{key} was overwritten")
         else:
             self._order.append(key)
         self.objects[key] = data
+        self._writes += 1
+        self._versions[key] = str(self._writes)
         if key.startswith("manifest-"):
             sim.manifests.append(statuses(data))
             if len(sim.manifests) > 1 and not sim.counts["fault lag"]:
                 before, after = sim.manifests[-2:]
                 if any(after[row] != "ok" for row in before if before[row] == "ok"):
-                    sim.counts["manifests older than the one before"] += 1
+                    sim.problem(f"{key} knows less than the manifest before it")
         if key.startswith(COMMITS_PREFIX):
             record = json.loads(data)
             if "split" not in record and len(self.objects.get(record["key"], b"")) != record["size"]:
@@ -466,7 +473,7 @@ class MemoryObjects(store.Store):
             if number == breaks:
                 raise StoreError(f"{folder}: break")
             if recursive or "/" not in key.removeprefix(start):
-                yield store.ObjectInfo(key, len(self.objects[key]))
+                yield store.ObjectInfo(key, len(self.objects[key]), self._versions[key])
         sim.point(start)
 
     def _delete(self, key: str) -> None:
@@ -742,6 +749,8 @@ def in_place(sim: Simulation) -> Iterator[None]:
         (store, "random", types.SimpleNamespace(uniform=sim.draw.uniform)),
         (store, "time", clock),
         (extractor, "time", clock),
+        (prepared, "ThreadPoolExecutor", Inline),
+        (segments, "LEAST", 1),
         (ledger, "concurrent", types.SimpleNamespace(futures=types.SimpleNamespace(ThreadPoolExecutor=Inline))),
         (worker, "threading", threads),
         (worker, "Extractor", lambda _: Extractor(sim)),

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from outputs import make_output
+from outputs import make_output, write_views
 
 from ray_extract import layout
-from ray_extract.counts import Counting, TokenCounts, read_counts, write_counts
+from ray_extract.counts import TokenCounts, read_counts, write_counts
 from ray_extract.dataset.prepared import PreparedRows
 from ray_extract.errors import NotFound, ShardError
-from ray_extract.ledger import Ledger, write_manifest
 from ray_extract.readers.head import load_token_counts
 from ray_extract.readers.vocab import vocab_maps
 from ray_extract.tensors import WRITTEN_AGAIN
@@ -43,26 +42,17 @@ def test_they_choose_a_drafts_vocabulary(tmp_path):
     assert counts.supervised[chosen].min() >= np.sort(counts.supervised)[-10]
 
 
-def again(output):
-    """Make manifest and counts as a resumed run does."""
-    counting = Counting(1000)
-    rows = PreparedRows(output.store, output.index).read(0, output.index.rows)
-    receipts = counting.receipts(Ledger(output.store).receipts())
-    manifest, _ = write_manifest(output.store, counting.heads(rows, "all"), output.units, receipts)
-    write_counts(output.store, counting.counts, manifest)
-
-
 def test_a_resumed_run_leaves_them_alone_and_one_that_mended_a_row_replaces_them(tmp_path):
     output = make_output(tmp_path / "a", failed=[4])
     file = tmp_path / "a/out" / layout.COUNTS_KEY
     before = file.stat().st_ino
-    again(output)
+    write_views(output)
     assert file.stat().st_ino == before
     mended = make_output(tmp_path / "b")
     for folder in ("commits", "shards"):
         for path in (tmp_path / "b/out" / folder).iterdir():
             (tmp_path / "a/out" / folder / path.name).write_bytes(path.read_bytes())
-    again(output)
+    write_views(output)
     counts, manifest = read_counts(output.store)
     assert counts.equal(load_token_counts(mended.url)) and manifest == "manifest-000001.parquet"
     assert verify(output.url).ok

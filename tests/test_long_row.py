@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from ray_extract.config import Job
-from ray_extract.counts import Counting, write_counts
 from ray_extract.dataset.prepared import PreparedRows
 from ray_extract.layout import shard_key
-from ray_extract.ledger import Ledger, run_identity, write_manifest
+from ray_extract.ledger import Ledger, run_identity
 from ray_extract.model import ModelShape
 from ray_extract.plan import load_or_make_plan
 from ray_extract.readers.dataset import HiddenStates
@@ -27,6 +26,7 @@ from ray_extract.shards.seal import sha256_other
 from ray_extract.shards.stats import StateStats
 from ray_extract.store import open_store
 from ray_extract.verify import verify
+from ray_extract.views import write_views
 
 TOKENS, HIDDEN, NAME = 1 << 17, 8192, "state.3"
 MARKED = (0, 1, 65_535, 65_536, TOKENS - 2, TOKENS - 1)  # the other tokens are zeros, which take no memory
@@ -79,11 +79,9 @@ def test_a_row_of_128k_tokens_goes_from_the_plan_to_the_reader(
     digests = layout.small(buffer, "digest").tobytes()
     sha256 = sha256_other(layout, buffer)
     ledger.commit(Receipt(unit.unit, "a0", key, format, size, sha256, 1, TOKENS, TOKENS, (), digests, {}, {}))
-    counting = Counting()
-    heads = counting.heads(PreparedRows(store, index).read(0, 1), "all")
-    manifest, totals = write_manifest(store, heads, [unit], counting.receipts(ledger.receipts()))
-    write_counts(store, counting.counts, manifest)
-    assert (totals.ok, totals.kept, totals.nbytes) == (1, TOKENS, size)
+    written = write_views(ledger, index, [unit], [], -1, ledger.listing())
+    assert written is not None
+    assert (written.totals.ok, written.totals.kept, written.totals.nbytes) == (1, TOKENS, size)
     if format == "parquet":
         assert pq.ParquetFile(tmp_path / "out" / key).metadata.num_rows == (2 << 30) // PIECE_BYTES
 

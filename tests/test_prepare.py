@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray_extract import layout
 from ray_extract.config import Job
 from ray_extract.dataset.prepare import PreparedRow, prepare, reason_kind, row_id
-from ray_extract.dataset.prepared import PreparedRows, RowIndex, write_rows
+from ray_extract.dataset.prepared import PreparedRows, RowIndex, tokens_of, write_rows
 from ray_extract.errors import AlreadyExists, ConfigError, NotFound, PlanError
 from ray_extract.model import ModelShape
 from ray_extract.store import ObjectInfo
@@ -278,6 +278,25 @@ def test_writing_holds_one_part_in_memory():
     assert peak < 10 * 300_000 * 5 < 60 * 100_000 * 5
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12), part_rows=st.integers(1, 5), start=st.integers(0, 4)
+)
+def test_the_tokens_of_parts_and_of_what_is_cut_from_them_are_those_of_the_rows(lengths, part_rows, start):
+    store = MemoryStore()
+    rows = make_rows([(list(range(7, 7 + n)), [n % 2] * n) for n in lengths])
+    index = write_rows(store, rows, part_rows=part_rows)
+    left = iter(rows)
+    for part in PreparedRows(store, index).parts():
+        whole = [next(left) for _ in range(part.num_rows)]
+        for cut, of in ((part, whole), (part.slice(start), whole[start:]), (part.slice(0, 2), whole[:2])):
+            found = tokens_of(cut)
+            assert found.cu_seqlens.tolist() == np.cumsum([0, *(len(row.input_ids) for row in of)]).tolist()
+            assert found.input_ids.tolist() == [token for row in of for token in row.input_ids.tolist()]
+            assert found.loss_mask.tolist() == [mark for row in of for mark in row.loss_mask.tolist()]
+    assert next(left, None) is None
+
+
 def test_altered_part_is_noticed_when_read():
     store, other = MemoryStore(), MemoryStore()
     index = write_rows(store, make_rows([([1], [1]), ([2], [1])]))
@@ -286,6 +305,8 @@ def test_altered_part_is_noticed_when_read():
     write_rows(other, swapped)
     with pytest.raises(PlanError, match=r"row 1 in plan/rows-000000\.parquet is not what its id says"):
         PreparedRows(other, index).read(0, 2)
+    with pytest.raises(PlanError, match=r"row 1 in plan/rows-000000\.parquet is not what its id says"):
+        list(PreparedRows(other, index).parts())
     write_rows(other := MemoryStore(), make_rows([([1], [1])]))
     with pytest.raises(PlanError, match=r"plan/rows-000000\.parquet (lacks|does not hold) rows"):
         PreparedRows(other, index).read(0, 2)

@@ -20,6 +20,7 @@ def test_whatever_fails_each_row_is_committed_once_with_its_bytes_and_the_run_en
     print(dict(sorted(counts.items())))
     # What does not happen is not tested.
     wanted = {*(f"fault {kind}" for kind in KINDS), "deaths", "splits", "duplicate attempts", "rows checked"}
+    wanted |= {"taken commits/", "taken plan/split"}
     assert wanted <= counts.keys(), wanted - counts.keys()
 
 

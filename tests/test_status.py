@@ -9,7 +9,7 @@ import pytest
 from outputs import Output, make_output
 
 from ray_extract import cli
-from ray_extract.errors import NotFound, PlanError
+from ray_extract.errors import NotFound, PlanError, ShardError
 from ray_extract.layout import PLAN_KEY, PROGRESS_KEY, SUCCESS_KEY, UNITS_KEY
 from ray_extract.ledger import latest_manifest
 from ray_extract.progress import TIME_FORMAT
@@ -104,13 +104,19 @@ def test_the_state_is_the_outputs_before_it_is_the_drivers(
 
 
 def test_failed_rows_are_those_of_the_latest_manifest(tmp_path: Path) -> None:
-    output = make_output(tmp_path)
+    output = make_output(tmp_path, failed=[4])
     complete(output)
     assert (run_status(output.store).state, run_status(output.store).rows_failed) == ("complete", 2)
+    # Its driver ended before it could say what the latest manifest says.
     complete(output, manifest="manifest-000009.parquet")
-    assert run_status(output.store).rows_failed is None
-    say(output, rows_failed=1)
+    say(output, rows_failed=7)
     assert run_status(output.store).rows_failed == 1
+    path = Path(output.url, "manifest-000000.parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ShardError, match=r"manifest-000000\.parquet: damaged"):
+        run_status(output.store)
+    path.unlink()
+    assert run_status(output.store).rows_failed == 7
 
 
 def test_a_run_without_a_plan_and_one_with_a_damaged_one(tmp_path: Path) -> None:

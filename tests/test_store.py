@@ -72,6 +72,20 @@ def test_objects_come_back_as_they_went(store: Store) -> None:
         assert store.head(key) == ObjectInfo(key, len(data))
 
 
+def test_a_listing_tells_which_objects_were_written_anew(store: Store) -> None:
+    def versions() -> list[str]:
+        return [item.version for item in store.list("folder/")]
+
+    for key in "ab":
+        store.put(f"folder/{key}", b"first")
+    before = versions()
+    assert all(before) and versions() == before
+    store.delete("folder/a")
+    store.put("folder/a", b"other")
+    (new, same) = versions()
+    assert same == before[1] and new != before[0]
+
+
 def test_create_refuses_a_taken_key_and_leaves_it_alone(store: Store) -> None:
     store.put("key", b"first")
     with pytest.raises(AlreadyExists, match=f"{store.url}/key"):

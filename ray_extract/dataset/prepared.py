@@ -7,14 +7,18 @@ A part has the columns index i64, row_id string, source string, n_tokens i32, ke
 import dataclasses
 import hashlib
 import io
+import itertools
 import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ray_extract import layout
@@ -160,11 +164,12 @@ class _Tally:
 
 
 def _put_part(store: Store, number: int, rows: list[PreparedRow], keep: str) -> None:
-    put_table(store, layout.rows_key(number), _table(rows, keep))
+    put_table(store, layout.rows_key(number), rows_table(rows, keep))
     log.debug("prepared rows %d to %d are stored", rows[0].index, rows[-1].index)
 
 
-def _table(rows: list[PreparedRow], keep: str) -> Any:
+def rows_table(rows: list[PreparedRow], keep: str) -> Any:
+    """Rows as a part has them."""
     offsets = np.cumsum([0, *(len(row.input_ids) for row in rows)], dtype=np.int32)
     ids = pa.array(np.concatenate([row.input_ids for row in rows]), type=pa.int32())
     columns = [
@@ -254,6 +259,22 @@ class PreparedRows:
             return [row for index in unit.members for row in self.read(index, index + 1)]
         return [row for row in self.read(unit.first, unit.end) if row.reason is None]
 
+    def parts(self) -> Iterator[Any]:
+        """Stream all rows, a stored part at a time, and one read ahead; their ids are checked against their tokens.
+
+        Raises:
+            PlanError: a part is damaged.
+            StoreError: a part cannot be read.
+        """
+        with ThreadPoolExecutor(1) as pool:
+            ahead = [pool.submit(self._read_part, 0)] if self._index.starts else []
+            for number in range(len(self._index.starts)):
+                part = ahead.pop().result()
+                if number + 1 < len(self._index.starts):
+                    ahead = [pool.submit(self._read_part, number + 1)]
+                _check_ids(part, layout.rows_key(number))
+                yield part
+
     def lengths(self) -> Iterator[RowLength]:
         """Stream the lengths of all rows, without reading their ids.
 
@@ -283,15 +304,62 @@ class PreparedRows:
     def _part(self, part: int) -> Any:
         if self._cached is None or self._cached[0] != part:
             self._cached = None  # so that two parts are never in memory at once
-            key = layout.rows_key(part)
-            table = read_table(self._store, key).combine_chunks()
-            start, stop = self._bounds(part)
-            if not table.schema.equals(_SCHEMA) or table.column("index").to_pylist() != list(range(start, stop)):
-                raise PlanError(
-                    f"output.url: {key} does not hold rows {start} to {stop - 1}; choose another output.url"
-                )
-            self._cached = part, table
+            self._cached = part, self._read_part(part)
         return self._cached[1]
+
+    def _read_part(self, part: int) -> Any:
+        key = layout.rows_key(part)
+        table = read_table(self._store, key).combine_chunks()
+        start, stop = self._bounds(part)
+        if not table.schema.equals(_SCHEMA) or table.column("index").to_pylist() != list(range(start, stop)):
+            raise PlanError(f"output.url: {key} does not hold rows {start} to {stop - 1}; choose another output.url")
+        return table
+
+
+class RowTokens(NamedTuple):
+    """The tokens of the rows of a part, one after the other.
+
+    Args:
+        cu_seqlens: i64 [R+1]; row r has tokens cu_seqlens[r] to cu_seqlens[r+1].
+        input_ids: i32 [T].
+        loss_mask: u8 [T].
+    """
+
+    cu_seqlens: npt.NDArray[np.int64]
+    input_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.uint8]
+
+
+def tokens_of(part: Any) -> RowTokens:
+    """The tokens of a part, which are not copied. Raises PlanError where ids and masks differ in length."""
+    ids, masks = (part.column(name).combine_chunks() for name in ("input_ids", "loss_mask"))
+    ends = ids.offsets.to_numpy().astype(np.int64)
+    lengths = pc.binary_length(masks).to_numpy()
+    if not np.array_equal(np.diff(ends), lengths):
+        raise PlanError("output.url: prepared rows have masks of other lengths; choose another output.url")
+    if not ends[-1:].any():
+        return RowTokens(np.zeros(len(ids) + 1, np.int64), np.empty(0, np.int32), np.empty(0, np.uint8))
+    start = int(np.frombuffer(masks.buffers()[1], np.int32)[masks.offset])
+    loss_mask = np.frombuffer(masks.buffers()[2], np.uint8)[start : start + int(lengths.sum())]
+    return RowTokens(ends - ends[0], ids.values.to_numpy()[ends[0] : ends[-1]], loss_mask)
+
+
+def _check_ids(part: Any, key: str) -> None:
+    """As _rows_of does, of all rows of a part at once."""
+    cu_seqlens, ids, mask = tokens_of(part)
+    tokens, marks = ids.astype("<i4", copy=False).tobytes(), mask.tobytes()  # of these, slices are cheap
+    names, skipped = part.column("row_id").to_pylist(), part.column("reason").is_valid().to_pylist()
+    for row, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        if not skipped[row]:
+            digest = hashlib.sha256(tokens[4 * start : 4 * end])
+            digest.update(b"\0")
+            digest.update(marks[start:end])
+            if digest.hexdigest()[:32] != names[row]:
+                raise _wrong_id(part.column("index")[row].as_py(), key)
+
+
+def _wrong_id(row: int, key: str) -> PlanError:
+    return PlanError(f"output.url: row {row} in {key} is not what its id says; choose another output.url")
 
 
 def _rows_of(table: Any, key: str) -> Iterator[PreparedRow]:
@@ -307,5 +375,5 @@ def _rows_of(table: Any, key: str) -> Iterator[PreparedRow]:
             truncated=values["truncated"],
         )
         if row.reason is None and row_id(row.input_ids, row.loss_mask) != row.row_id:
-            raise PlanError(f"output.url: row {row.index} in {key} is not what its id says; choose another output.url")
+            raise _wrong_id(row.index, key)
         yield row
