@@ -1,4 +1,4 @@
-"""ray-extract plan | run | retry-failed | status | verify | export | sweep."""
+"""ray-extract plan | manifests | run | retry-failed | status | verify | export | sweep."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import logging
 import sys
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 from ray_extract import layout, run
 from ray_extract.config import load_job
@@ -35,6 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         run.add_job_arguments(command)
         command.set_defaults(action=action)
+
+    manifests = commands.add_parser("manifests", help="a job as Kubernetes objects for KubeRay (docs/kubernetes.md)")
+    run.add_job_arguments(manifests)
+    manifests.add_argument(
+        "--model-config", metavar="DIR", help="a folder with the model's config.json, if model.path is not here"
+    )
+    manifests.add_argument("--cluster", action="store_true", help="a RayCluster that stays, in place of a RayJob")
+    manifests.add_argument("--output", type=Path, metavar="DIR", help="write a kustomize tree there, with overlays")
+    manifests.set_defaults(action=_manifests)
 
     status = commands.add_parser("status", help="how far a run is, from its output alone")
     status.add_argument("url", help="output.url of the run")
@@ -121,6 +131,24 @@ def _plan(args: argparse.Namespace) -> int:
         *estimate(index, units, size).lines(),
         f"arena       {arena / 2**30:.2f} GiB of /dev/shm for each of {job.engine.count} engines",
     )
+    return 0
+
+
+def _manifests(args: argparse.Namespace) -> int:
+    from ray_extract.manifests import checked, cluster_objects, job_objects, render, tree
+
+    job, shape = checked(load_job(args.config, run.overrides(args)), args.model_config)
+    if args.output is None:
+        tell(render((cluster_objects if args.cluster else job_objects)(job, shape)).rstrip("\n"))
+        return 0
+    for name, text in tree(job, shape).items():
+        path = args.output / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--output {args.output}: {name} cannot be written: {error.strerror}") from None
+    tell(f"written to {args.output}; next: kubectl apply -k {args.output / 'job'}")
     return 0
 
 

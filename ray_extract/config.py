@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BeforeValidator, ByteSize, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+import ray_extract
 from ray_extract.errors import ConfigError
 
 GIB = 1 << 30
@@ -181,6 +182,58 @@ class RunConfig(_Section):
     """Seconds between progress lines."""
 
 
+class VolumeConfig(_Section):
+    """A volume that every pod mounts: an empty folder of the pod if it names neither claim nor host_path."""
+
+    mount: str = Field(pattern=r"^/[\w./-]*\w$")
+    """Absolute path in the pods."""
+    claim: str | None = None
+    """A PersistentVolumeClaim that all nodes may mount at once (ReadOnlyMany or ReadWriteMany)."""
+    host_path: str | None = None
+    """A folder of the nodes, on each of them, the head's node among them."""
+    read_only: bool = True
+    """Mount a claim or host_path for reading only."""
+
+
+class KubernetesConfig(_Section):
+    """What `ray-extract manifests` cannot take from the other sections. A run does not look at it."""
+
+    name: str = Field(default="ray-extract", max_length=47, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
+    """Name of everything; KubeRay takes no longer one for a RayJob."""
+    image: str = Field(default=f"ray-extract:{ray_extract.__version__}", min_length=1)
+    """Image of all pods, as made by deploy/docker/Dockerfile."""
+    gpus_per_node: PositiveInt = 8
+    """GPUs of a node; an engine never spans two."""
+    node_cpus: PositiveInt = 64
+    """CPUs that a GPU node has for its pod."""
+    node_memory: Annotated[ByteSize, Field(gt=0)] = ByteSize(1024 * GIB)
+    """Memory that a GPU node has for its pod, with what is in /dev/shm."""
+    node_labels: dict[str, str] = Field(default_factory=dict)
+    """Labels that a GPU node must have, such as `nvidia.com/gpu.product: NVIDIA-H200`."""
+    volumes: tuple[VolumeConfig, ...] = ()
+    """Where local paths of the job are, models above all. `/cache` is an empty folder unless it is listed."""
+    credentials_secret: str | None = None
+    """A Secret whose keys become environment variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, HF_TOKEN ..."""
+    service_account: str | None = None
+    """A ServiceAccount whose workload identity may read the data set and write the output."""
+    env: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Environment variables of all pods that are no secrets: AWS_REGION, AWS_ENDPOINT_URL ..."""
+    spot: Literal["aks", "eks", "gke", "karpenter"] | None = None
+    """Workers on spot nodes only, by the labels and taints of this provider; the head stays off them."""
+    autoscaler: bool = False
+    """Ray's autoscaler (v2) makes and ends worker pods, from none to as many as the engines need."""
+    redis_address: str | None = None
+    """host:port of a Redis that keeps Ray's state, so that a long-lived cluster outlives its head (RayCluster only)."""
+    redis_secret: str | None = None
+    """A Secret whose key `password` is that of Redis."""
+    retries: NonNegativeInt = 2
+    """Times that a RayJob that failed is begun again, in a new cluster; it goes on where it stopped."""
+    keep_s: NonNegativeInt = 300
+    """Seconds that the cluster of a finished RayJob is kept."""
+    pod_monitor: bool = True
+    """Also make a PodMonitor, which needs the Prometheus operator."""
+
+
 class Job(_Section):
     """A whole job."""
 
@@ -190,6 +243,7 @@ class Job(_Section):
     capture: CaptureConfig = CaptureConfig()
     output: OutputConfig
     run: RunConfig = RunConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> "Job":
@@ -202,6 +256,11 @@ class Job(_Section):
             raise ValueError(
                 f"engine.dp_size = {self.engine.dp_size}: must divide tp_size = {self.engine.tp_size} with DP attention"
             )
+        mounts = [volume.mount for volume in self.kubernetes.volumes]
+        if len(mounts) != len(set(mounts)):
+            raise ValueError(f"kubernetes.volumes: two of {', '.join(mounts)} are mounted in the same place")
+        if any(volume.claim is not None and volume.host_path is not None for volume in self.kubernetes.volumes):
+            raise ValueError("kubernetes.volumes: one has both claim and host_path; remove one of the two")
         return self
 
     @property

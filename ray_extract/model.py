@@ -13,7 +13,7 @@ from ray_extract.errors import ConfigError
 
 SAMPLE_BYTES = 64 << 10
 
-_HUB_NAME = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
+HUB_NAME = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """Sections of a multimodal config.json that hold the language model."""
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -132,7 +132,7 @@ def _resolve(cfg: ModelConfig) -> Path:
         return folder.resolve()
     if folder.exists():
         raise ConfigError(f"model.path = {cfg.path!r}: a file; give the folder that holds config.json")
-    if not _HUB_NAME.match(cfg.path):
+    if not HUB_NAME.match(cfg.path):
         raise ConfigError(f"model.path = {cfg.path!r}: no such folder; give the folder that holds config.json")
     return _download(cfg)
 

@@ -30,7 +30,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("worker", "leases", "progress", "readers"),
     ("verify", "exporters", "status"),
     ("driver",),
-    ("run",),
+    ("run", "prestop"),
+    ("manifests",),
     ("cli",),
 )
 CAPTURE_NEEDS = {"numpy", "torch", "triton", "sglang"}
