@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 _KEYS = {"access_key_id": "made-up", "secret_access_key": "made-up", "region": "us-east-1"}
 _READY = " I engine ready after "
-_SPEED = re.compile(r"^speed +([\d,]+) tokens/s, ([\d,]+) tokens in", re.MULTILINE)
+_SPEED = re.compile(r"^ *speed +([\d,]+) tokens/s, ([\d,]+) tokens in", re.MULTILINE)
 _SAMPLE_S = 0.5
 START_S = 180.0
 

@@ -15,7 +15,7 @@ from ray_extract.tensors import Place, parse_header
 PLAIN = ("BF16", "F16", "F32")
 """Types of weights that are stored as what they are."""
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _BLOCK = 8 << 20
 
 
@@ -91,6 +91,28 @@ def find_head(folder: Path) -> HeadTensors:
         ConfigError: a file is missing or damaged.
     """
     files = tensor_files(folder)
+    found = HeadTensors(*(_open(files, name) for name in _head_names(files)))
+    shapes = [t.place.shape for t in (found.lm_head, found.embed_tokens, found.norm)]
+    if len(shapes[0]) != 2 or shapes[1] != shapes[0] or shapes[2] != shapes[0][1:]:
+        raise NotPlain(f"the shapes of its LM head, embedding and final norm are {', '.join(map(str, shapes))}")
+    return found
+
+
+def head_files(folder: Path) -> set[str] | None:
+    """Names of the files that hold the head, by the index alone, so before they are there; None without an index.
+
+    Raises:
+        NotPlain: as find_head.
+        ConfigError: the index is damaged.
+    """
+    if not (folder / INDEX).exists():
+        return None
+    files = tensor_files(folder)
+    return {files[name].name for name in _head_names(files)}
+
+
+def _head_names(files: Mapping[str, Path]) -> tuple[str, str, str]:
+    """Names of LM head, embedding and final norm."""
     embed = _embedding_name(files)
     if embed is None:
         raise NotPlain("it has no embed_tokens.weight")
@@ -99,11 +121,7 @@ def find_head(folder: Path) -> HeadTensors:
         raise NotPlain(f"it has no {norm}")
     if norm.replace(".weight", ".bias") in files:
         raise NotPlain(f"its {norm} has a bias beside it")
-    found = HeadTensors(_open(files, _lm_head_name(files)), _open(files, embed), _open(files, norm))
-    shapes = [t.place.shape for t in (found.lm_head, found.embed_tokens, found.norm)]
-    if len(shapes[0]) != 2 or shapes[1] != shapes[0] or shapes[2] != shapes[0][1:]:
-        raise NotPlain(f"the shapes of its LM head, embedding and final norm are {', '.join(map(str, shapes))}")
-    return found
+    return _lm_head_name(files), embed, norm
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -113,12 +131,12 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         ConfigError: a file is damaged.
     """
     try:
-        tree = json.loads((folder / _INDEX).read_bytes())
+        tree = json.loads((folder / INDEX).read_bytes())
         return {name: folder / file for name, file in tree["weight_map"].items()}
     except FileNotFoundError:
         return {name: path for path in sorted(folder.glob("*.safetensors")) for name in _header(path)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"model.path: {folder / _INDEX}: not readable; finish the download") from None
+        raise ConfigError(f"model.path: {folder / INDEX}: not readable; finish the download") from None
 
 
 def _lm_head_name(files: Mapping[str, Path]) -> str:

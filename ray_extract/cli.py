@@ -1,4 +1,4 @@
-"""ray-extract plan | manifests | run | retry-failed | status | verify | export | sweep."""
+"""ray-extract plan | manifests | run | submit | retry-failed | status | verify | export | sweep."""
 
 import argparse
 import json
@@ -11,14 +11,12 @@ from pathlib import Path
 from ray_extract import layout, run
 from ray_extract.config import load_job
 from ray_extract.console import complain, parse, tell
-from ray_extract.errors import ConfigError, RayExtractError
+from ray_extract.errors import ConfigError, Exit, RayExtractError
 from ray_extract.ledger import Ledger, orphans
 from ray_extract.plan import estimate, load_or_make_plan, show_bytes
 from ray_extract.presets import TARGETS
 from ray_extract.status import run_status
 from ray_extract.store import open_store
-
-EXIT_NOT_VERIFIED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +43,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     manifests.add_argument("--cluster", action="store_true", help="a RayCluster that stays, in place of a RayJob")
     manifests.add_argument("--output", type=Path, metavar="DIR", help="write a kustomize tree there, with overlays")
     manifests.set_defaults(action=_manifests)
+    submit = commands.add_parser(
+        "submit",
+        help="run a job on a Ray cluster and follow it to its end",
+        description="Run a job on a Ray cluster, show its log and end with its exit code. Ctrl-C only stops following.",
+    )
+    run.add_job_arguments(submit)
+    submit.add_argument("--address", metavar="URL", help="the cluster's dashboard, http://HEAD:8265; else RAY_ADDRESS")
+    submit.add_argument(
+        "--working-dir", metavar="DIR", help="a folder that goes along, with the job file in it; else that alone"
+    )
+    submit.add_argument("--python", default="python", metavar="PATH", help="the interpreter on the cluster")
+    submit.add_argument("--submission-id", metavar="NAME", help="the job's name")
+    submit.add_argument("--detach", action="store_true", help="do not follow it")
+    submit.add_argument("--attach", metavar="NAME", help="follow a job that was submitted, and submit nothing")
+    submit.set_defaults(action=_submit)
 
     status = commands.add_parser("status", help="how far a run is, from its output alone")
     status.add_argument("url", help="output.url of the run")
@@ -160,6 +173,30 @@ def _retry_failed(args: argparse.Namespace) -> int:
     return run.execute(args, run.retry_failed)
 
 
+def _submit(args: argparse.Namespace) -> int:
+    from ray_extract import submit
+
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
+    if args.attach is not None:
+        return submit.follow(submit.connect(args.address), args.attach, args.address)
+    if args.config is None:
+        raise ConfigError("--config is missing: the job file to submit, or --attach NAME to follow a job")
+    overrides = run.overrides(args)
+    job = load_job(args.config, overrides)
+    request = submit.Request(
+        config=Path(args.config),
+        overrides=overrides,
+        working_dir=None if args.working_dir is None else Path(args.working_dir),
+        python=args.python,
+        submission_id=args.submission_id,
+    )
+    submit.entrypoint(request)
+    client = submit.connect(args.address)
+    name = submit.submit(client, request, job)
+    tell(f"job {name} is submitted", submit.ways(name, args.address))
+    return Exit.OK if args.detach else submit.follow(client, name, args.address)
+
+
 def _status(args: argparse.Namespace) -> int:
     status = run_status(open_store(args.url, _options(args.option)))
     tell(*([json.dumps(status.to_json(), indent=2)] if args.json else status.lines()))
@@ -179,7 +216,7 @@ def _verify(args: argparse.Namespace) -> int:
         boundaries=args.boundary,
     )
     tell(*report.lines())
-    return 0 if report.ok else EXIT_NOT_VERIFIED
+    return Exit.OK if report.ok else Exit.FAILED
 
 
 def _export(args: argparse.Namespace) -> int:

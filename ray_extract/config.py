@@ -18,6 +18,9 @@ from ray_extract.errors import ConfigError
 
 GIB = 1 << 30
 
+_START_S = 900.0
+_LOAD_BYTES_PER_S = 200e6
+
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
@@ -31,7 +34,12 @@ class ModelConfig(_Section):
     """The target model: where its weights are and how they are read."""
 
     path: str
-    """Folder of a Hugging Face checkpoint, present on every node (or a hub name where a hub can be reached)."""
+    """Folder of a Hugging Face checkpoint, present on every node; or a URL (`s3://bucket/prefix`, `file:///nfs/model`)
+    from which each node copies it once to `cache_dir`; or a hub name where a hub can be reached."""
+    cache_dir: str = "~/.cache/ray_extract/models"
+    """Folder of each node for checkpoints of URLs, best on a local disk; what is there stays until you delete it."""
+    storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Options of the store of such a URL, as output.storage_options; prefer the environment for credentials."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the model's own when absent. Not needed for `input_ids` data sets."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -109,10 +117,22 @@ class EngineConfig(_Section):
     """Environment variables of the engine's processes."""
     allow_untested_sglang: bool = False
     """Run on a version of SGLang that the truth tests have not seen."""
-    start_timeout_s: float = Field(default=1800, gt=0)
-    """Give up on an engine that is not ready after this many seconds."""
+    start_timeout_s: float | None = Field(default=None, gt=0)
+    """Give up on an engine that is not ready after this many seconds; when absent, see start_timeout."""
     stall_timeout_s: float = Field(default=600, gt=0)
     """Restart an engine that has rows in flight but captures no token for this many seconds."""
+
+    def start_timeout(self, weight_bytes: int = 0) -> float:
+        """Seconds that an engine gets to be ready: 900, and one for each 200 MB of weights, unless the job says it.
+
+        A cold cache reads weights at the speed of the disk below, and 200 MB/s is that of a cloud's ordinary network
+        disk: 600 GB get 65 minutes. The 900 are for what does not depend on size: imports, kernels that are compiled
+        on first use, the ranks' meeting, the canary.
+
+        Args:
+            weight_bytes: of the checkpoint.
+        """
+        return self.start_timeout_s or _START_S + weight_bytes / _LOAD_BYTES_PER_S
 
 
 class CaptureConfig(_Section):

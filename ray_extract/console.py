@@ -12,6 +12,11 @@ def tell(*lines: str) -> None:
     _write(sys.stdout, "".join(f"{line}\n" for line in lines))
 
 
+def pass_on(text: str) -> None:
+    """As tell, a text as it comes, which need not end with its line."""
+    _write(sys.stdout, text)
+
+
 def complain(error: object) -> None:
     """Say on standard error what stopped the command."""
     _write(sys.stderr, f"error: {error}\n")

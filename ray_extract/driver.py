@@ -37,13 +37,14 @@ from ray_extract.errors import (
     StoreError,
     Verdict,
 )
-from ray_extract.layout import PROGRESS_KEY
+from ray_extract.layout import PROGRESS_KEY, drive_key
 from ray_extract.leases import Fate, Lease, Leases
 from ray_extract.ledger import Ledger
 from ray_extract.plan import halve, store_parts
 from ray_extract.progress import Snapshot
 from ray_extract.records import Receipt, Split, Unit
 from ray_extract.store import outlast
+from ray_extract.tally import Account, Cause, Tally
 from ray_extract.worker import Worker, WorkerSetup
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Driver:
         self._job, self._setup, self._ledger = job, setup, ledger
         self._leases = Leases(todo, job.run.max_attempts)
         self._nonce = secrets.token_hex(4)
+        self.tally = Tally(time.monotonic())
         self._engines = min(job.engine.count, max(1, len(todo)))
         self._actors: list[_Actor] = []
         self._commits: dict[Future[bool], tuple[Lease, Receipt]] = {}
@@ -157,7 +159,8 @@ class Driver:
             self._ending.set()
             self._stop_workers()
             self._committer.shutdown(wait=True)
-            self._write_progress(self._progress(state))
+            self.tally.ended(time.monotonic())
+            self._write_view(*self._view_texts(state))
         if self._failure is not None:
             raise self._failure
         if self._drain.is_set() and not self._leases.finished:
@@ -169,6 +172,10 @@ class Driver:
         if self._first_ready is not None and self._last_commit is not None:
             seconds = self._last_commit - self._first_ready
         return Outcome(dict(self._leases.given_up), self._committed_tokens, seconds)
+
+    def account(self) -> Account:
+        """What this drive did, so far."""
+        return self.tally.account(time.monotonic())
 
     def _end_state(self) -> str:
         if self._failure is not None or self._leases.given_up:
@@ -204,6 +211,7 @@ class Driver:
                 if lease is None:
                     break
                 attempt = f"{self._nonce}-{lease.number:02d}"
+                self.tally.leased(lease.unit.unit, time.monotonic())
                 actor.leases[actor.handle.extract.remote(lease.unit, attempt, lease.doomed)] = lease
 
     def _settle(self, ref: Any) -> None:
@@ -219,30 +227,33 @@ class Driver:
         except ray.exceptions.RayActorError as error:
             # Died or only unavailable: either way its calls may have run, and the node may be gone without Ray's
             # knowing yet. A new actor and new attempt names are right in every case.
-            self._replace(actor, f"its actor died: {_first_line(error)}")
+            self._replace(actor, f"its actor died: {_first_line(error)}", Cause.WORKER_DIED)
             return
         except ray.exceptions.RayError as error:
             if ref == actor.poll:
                 actor.poll = None
             else:
                 logger.exception("a worker failed in a way that it should not")
-                self._replace(actor, _first_line(error))
+                self._replace(actor, _first_line(error), Cause.WORKER_DIED)
             return
         if ref == actor.started:
             actor.started, actor.ready, self._dead_starts = None, True, 0
             self._first_ready = self._first_ready or time.monotonic()
+            self.tally.ready(id(actor), value["node"], value["start_s"], time.monotonic())
             logger.info(
                 "engine ready after %.0f s: %s", time.monotonic() - actor.asked, value.get("version", "unknown")
             )
         elif ref == actor.poll:
             actor.counters, actor.poll = value, None
+            self.tally.counted(id(actor), value)
         else:
             lease = actor.leases.pop(ref)
             self._commits[self._committer.submit(self._commit, value)] = (lease, value)
 
     def _commit(self, receipt: Receipt) -> bool:
         what = f"committing {receipt.unit}"
-        return outlast(lambda: self._ledger.commit(receipt), self._job.output.outage_s, self._ending, what)
+        patience = self._job.output.outage_s
+        return outlast(lambda: self._ledger.commit(receipt), patience, self._ending, what, self.tally.outage)
 
     def _settle_error(self, actor: _Actor, ref: Any, error: RayExtractError) -> None:
         if ref == actor.poll:
@@ -253,32 +264,33 @@ class Driver:
                 self._stop(error)
                 actor.started = None
             else:
-                self._replace(actor, str(error))
+                self._replace(actor, str(error), Cause.NOT_STARTED)
             return
         if isinstance(error, EngineError):
-            self._replace(actor, str(error))
+            self._replace(actor, str(error), Cause.ENGINE_FAILED)
             return
         lease = actor.leases.pop(ref)
         if error.verdict is Verdict.STOP:
             self._leases.refund(lease)
             self._stop(error)
         else:
-            self._again(lease, str(error))
+            self._again(lease, str(error), Cause.STORE_FAILED)
 
     def _settle_commits(self) -> None:
         for future in [f for f in self._commits if f.done()]:
             lease, receipt = self._commits.pop(future)
             try:
-                future.result()
+                won = future.result()
             except StoreError as error:
                 if error.verdict is Verdict.STOP:
                     self._leases.refund(lease)
                     self._stop(error)
                 else:
                     # The shard is there under this attempt's name; without a commit it counts for nothing.
-                    self._again(lease, f"its commit failed: {error}")
+                    self._again(lease, f"its commit failed: {error}", Cause.STORE_FAILED)
                 continue
             # Lost to another driver's commit or won: the unit is committed.
+            self.tally.committed(receipt, won, time.monotonic())
             self._leases.complete(lease)
             self._last_commit = time.monotonic()
             self._committed_tokens += lease.unit.tokens
@@ -287,8 +299,9 @@ class Driver:
             if receipt.tokens:
                 self._deaths = 0
 
-    def _again(self, lease: Lease, reason: str, died: bool = False) -> None:
+    def _again(self, lease: Lease, reason: str, cause: Cause, died: bool = False) -> None:
         unit, number = lease.unit, lease.number
+        self.tally.failed(unit.unit, cause, time.monotonic())
         fate = self._leases.give_back(lease, reason, died)
         if fate is Fate.AGAIN:
             logger.warning("unit %s, attempt %d failed and is leased again: %s", unit.unit, number, reason)
@@ -319,7 +332,7 @@ class Driver:
             try:
                 parts = future.result()
             except RayExtractError as error:
-                self._again(lease, f"{reason}; it could not be split: {error}")
+                self._again(lease, f"{reason}; it could not be split: {error}", Cause.STORE_FAILED)
                 continue
             if parts:
                 self._leases.split(lease, parts)
@@ -327,8 +340,9 @@ class Driver:
             else:
                 self._leases.complete(lease)
 
-    def _replace(self, actor: _Actor, reason: str) -> None:
+    def _replace(self, actor: _Actor, reason: str, cause: Cause) -> None:
         """Give back an actor's units and make a new actor in its place."""
+        self.tally.replaced(cause if actor.started is None else Cause.NOT_STARTED)
         if actor.started is not None:
             self._dead_starts += 1
             if self._dead_starts >= _WORKER_DEATHS_IN_A_ROW:
@@ -341,7 +355,7 @@ class Driver:
                 self._stop(EngineError(f"{self._deaths} workers died, and no row was extracted meanwhile: {reason}"))
         logger.warning("a worker is replaced: %s", reason)
         for lease in actor.leases.values():
-            self._again(lease, reason, died=True)
+            self._again(lease, reason, cause, died=True)
         self._forget(actor)
         if self._failure is None and not self._drain.is_set():
             self._actors.append(self._new_actor())
@@ -349,6 +363,8 @@ class Driver:
     def _forget(self, actor: _Actor) -> None:
         self._gone_tokens += actor.counters.get("tokens_captured", 0)
         self._gone_starts += actor.counters.get("engine_starts", 1)
+        self.tally.counted(id(actor), actor.counters)
+        self.tally.gone(id(actor), time.monotonic())
         ray.kill(actor.handle)
         self._actors.remove(actor)
 
@@ -366,7 +382,9 @@ class Driver:
             )
             .remote(self._setup)
         )
-        return _Actor(handle, handle.start.remote())
+        actor = _Actor(handle, handle.start.remote())
+        self.tally.asked(id(actor), time.monotonic())
+        return actor
 
     def _stop(self, error: RayExtractError) -> None:
         if self._failure is None:
@@ -389,8 +407,8 @@ class Driver:
             logger.info(self._snapshot().line())
         self._say_capacity(now)
         if self._view is None or self._view.done():  # a store that does not answer must not hold up the leases
-            text = self._progress("draining" if self._drain.is_set() else "running")
-            self._view = self._committer.submit(self._write_progress, text)
+            texts = self._view_texts("draining" if self._drain.is_set() else "running")
+            self._view = self._committer.submit(self._write_view, *texts)
 
     def _say_capacity(self, now: float) -> None:
         late = [a for a in self._actors if not a.ready and now - a.asked > _CAPACITY_NOTICE_S]
@@ -440,12 +458,16 @@ class Driver:
             tokens_per_s=round(self._rate(), 1),
         )
 
-    def _progress(self, state: str) -> str:
-        return json.dumps(self._snapshot().to_json(state), indent=2)
+    def _view_texts(self, state: str) -> tuple[str, str]:
+        """progress.json and what the run's summary takes of this drive, should it be killed."""
+        progress = self._snapshot().to_json(state)
+        account = {"version": 1, "state": state, **self.account().to_json()}
+        return json.dumps(progress, indent=2), json.dumps(account, indent=2)
 
-    def _write_progress(self, text: str) -> None:
+    def _write_view(self, progress: str, account: str) -> None:
         try:
-            self._ledger.store.put(PROGRESS_KEY, text.encode(), create=False)
+            self._ledger.store.put(PROGRESS_KEY, progress.encode(), create=False)
+            self._ledger.store.put(drive_key(self._nonce), account.encode(), create=False)
         except StoreError as error:
             # Only a view: the run goes on without it.
             logger.warning("progress could not be written: %s", error)

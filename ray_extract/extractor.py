@@ -27,11 +27,13 @@ from ray_extract.engine.canary import canary_prompts, judge_final_norm, judge_ne
 from ray_extract.engine.process import EngineProcess
 from ray_extract.errors import ArenaError, CaptureRefused, EngineDied, EngineError
 from ray_extract.layout import RequestId
+from ray_extract.model import stage_model
 from ray_extract.records import RowFailure, RowStatus
 from ray_extract.shards.base import RowStats
 from ray_extract.shards.image import FP8, Column, ImageLayout, RowTable, lay_out, row_table, state_columns, write_table
 from ray_extract.shards.seal import check_digests, seal
 from ray_extract.shards.values import as_tensor
+from ray_extract.staging import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,7 @@ class ExtractorSetup:
         vocab_size: token ids are 0 .. vocab_size - 1.
         arena_bytes: shared memory for images.
         log_dir: where engines log.
+        fingerprint: of the model, to know a copy of one that is at a URL.
     """
 
     job: dict[str, Any]
@@ -65,6 +68,7 @@ class ExtractorSetup:
     vocab_size: int
     arena_bytes: int
     log_dir: str
+    fingerprint: str = ""
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,10 +78,14 @@ class Counters:
     Args:
         tokens_captured: tokens of retired extents.
         engine_starts: the first one included.
+        engine_stalls: engines that were killed since they covered nothing more.
+        start_s: seconds that engines took to start, or not to, with their canaries.
     """
 
     tokens_captured: int = 0
     engine_starts: int = 0
+    engine_stalls: int = 0
+    start_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -173,18 +181,24 @@ class Extractor:
         self._arena: Arena | None = None
         self._guard: Guard | None = None
         self._engine: EngineProcess | None = None
+        self._serving: EngineProcess | None = None  # the same once it has sung, for the watchdog
         self._info: EngineInfo | None = None
         self._canary: Extent | None = None
         self._live: dict[int, Extent] = {}  # slots with rows in flight, for the watchdog
 
     def start(self) -> EngineInfo:
-        """Make the arena, start the engine, and let the canary pass.
+        """Copy the model to this node if it is at a URL, make the arena, start the engine, and let the canary pass.
 
         Raises:
+            ConfigError, StoreError: the model cannot be copied.
             ArenaError: /dev/shm is too small.
             CaptureRefused: the engine would not capture correctly.
             EngineError: it did not start.
         """
+        if is_url(self._job.model.path):
+            folder = stage_model(self._job.model, self._setup.fingerprint, self._stopping)
+            model = self._job.model.model_copy(update={"path": str(folder)})
+            self._job = self._job.model_copy(update={"model": model})
         job, setup = self._job, self._setup
         spec = ArenaSpec(
             nonce=new_nonce(),
@@ -221,7 +235,7 @@ class Extractor:
         if self._guard is not None:
             self._guard.dismiss()
 
-    def progress(self) -> dict[str, int]:
+    def progress(self) -> dict[str, float]:
         """Counters, with what is being captured now, the writers' own (arena.COUNTERS) and the arena's bytes in use."""
         used = self._arena.used_bytes - self._canary_bytes if self._arena is not None else 0
         written = self._arena.counters() if self._arena is not None else {}
@@ -436,16 +450,24 @@ class Extractor:
             record.unlink()
         engine = self._job.engine
         self._counters.engine_starts += 1
+        began = time.monotonic()
         self._engine = EngineProcess(
-            self._setup.job, self._arena.folder, dict(engine.env), Path(self._setup.log_dir), self._guard
+            self._job.model_dump(mode="json"),
+            self._arena.folder,
+            dict(engine.env),
+            Path(self._setup.log_dir),
+            self._guard,
         )
         try:
-            info = self._engine.wait_ready(engine.start_timeout_s)
+            info = self._engine.wait_ready(engine.start_timeout())
             if engine.kind == "sglang":
                 self._sing(self._engine, info)
         except BaseException:
             self._engine.kill()
             raise
+        finally:
+            self._counters.start_s += time.monotonic() - began
+        self._serving = self._engine
         return info
 
     def _sing(self, engine: EngineProcess, info: EngineInfo) -> None:
@@ -467,13 +489,13 @@ class Extractor:
             rank = row * info.dp_size // len(table) if info.dp_size > 1 else None
             futures.append(engine.submit(str(rid), base + 4 * int(table.cu_seqlens[row]), length, rank, 1))
         try:
-            answers = [f.result(timeout=self._job.engine.start_timeout_s) for f in futures]
+            answers = [f.result(timeout=self._job.engine.start_timeout()) for f in futures]
             # Now and not later: marks that come after the answer are as bad as none.
             self._require_covered(extent, table, answers)
         except BaseException as error:
             engine.kill()  # a plugin that never publishes never unpins either
             if isinstance(error, TimeoutError):
-                waited = self._job.engine.start_timeout_s
+                waited = self._job.engine.start_timeout()
                 raise EngineError(
                     f"the engine did not answer the canary in {waited:.0f} s\n{engine.log_tail()}"
                 ) from None
@@ -561,13 +583,14 @@ class Extractor:
         last, since = -1, time.monotonic()
         while not self._stopping.wait(min(5.0, timeout / 4)):
             now = self._counters.tokens_captured + self._covered()
-            engine = self._engine
+            engine = self._serving  # one that starts covers nothing for as long as that takes
             if not self._live or now != last or engine is None or not engine.alive:
                 last, since = now, time.monotonic()
             elif time.monotonic() - since > timeout:
                 logger.error(
                     "no token was captured for %.0f s (engine.stall_timeout_s): restarting the engine", timeout
                 )
+                self._counters.engine_stalls += 1
                 engine.kill()
                 since = time.monotonic()
 

@@ -16,11 +16,12 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ray_extract.checkpoint import HeadTensors, NotPlain, StoredTensor, find_head
+from ray_extract.checkpoint import HeadTensors, NotPlain, StoredTensor, find_head, head_files
 from ray_extract.config import Job
 from ray_extract.errors import AlreadyExists, ConfigError, ShardError
 from ray_extract.layout import HEAD_KEY
 from ray_extract.model import ModelShape
+from ray_extract.staging import WEIGHTS, RemoteCheckpoint, is_url, stage_files
 from ray_extract.store import Store
 from ray_extract.tensors import ITEMSIZE, WRITTEN_AGAIN, Header, make_header, stored_header
 
@@ -48,6 +49,10 @@ def write_head(store: Store, job: Job, shape: ModelShape) -> bool:
         reason = why_not(job)
         if reason is not None:
             raise NotPlain(reason)
+        if is_url(job.model.path):
+            remote = RemoteCheckpoint(job.model)
+            names = head_files(Path(shape.path)) or {name for name in remote.names() if name.endswith(WEIGHTS)}
+            stage_files(remote, names, job.model, shape.fingerprint)
         found = find_head(Path(shape.path))
     except NotPlain as why:
         log.info("no %s: %s", HEAD_KEY, why)

@@ -10,12 +10,14 @@ RUN_KEY = "run.json"
 PLAN_KEY = "plan/plan.json"
 UNITS_KEY = "plan/units.parquet"
 PROGRESS_KEY = "progress.json"
+SUMMARY_KEY = "summary.json"
 SUCCESS_KEY = "_SUCCESS"
 HEAD_KEY = "head.safetensors"
 COUNTS_KEY = "token-counts.safetensors"
 SHARDS_PREFIX = "shards/"
 COMMITS_PREFIX = "commits/"
 SEGMENTS_PREFIX = "segments/"
+DRIVES_PREFIX = "drives/"
 
 SHM_PREFIX = "ray_extract-"
 EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
@@ -106,6 +108,11 @@ def parse_segment(key: str) -> tuple[str, str] | None:
     """Inverse of segment_key, or None if the key is of something else."""
     match = _SEGMENT.match(key)
     return (match[1], match[2]) if match else None
+
+
+def drive_key(nonce: str) -> str:
+    """Key of what one driver says that it did."""
+    return f"{DRIVES_PREFIX}{nonce}.json"
 
 
 def manifest_key(number: int) -> str:

@@ -4,12 +4,15 @@ import dataclasses
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ray_extract.checkpoint import INDEX
 from ray_extract.config import ModelConfig
 from ray_extract.errors import ConfigError
+from ray_extract.staging import WEIGHTS, RemoteCheckpoint, is_url, stage, stage_files
 
 SAMPLE_BYTES = 64 << 10
 
@@ -25,7 +28,7 @@ class ModelShape:
     """The target model, as far as planning and storage are concerned.
 
     Args:
-        path: the local folder.
+        path: the local folder; of a URL, one with all files but the weights.
         architecture: first entry of `architectures`, such as `LlamaForCausalLM`.
         model_type: such as `llama`.
         num_layers: decoder layers, so boundaries are 0 .. num_layers.
@@ -35,6 +38,7 @@ class ModelShape:
         context_length: positions, as config.json says; engines may stretch it by RoPE scaling.
         vocab_size: token ids are 0 .. vocab_size - 1.
         fingerprint: sha256 hex of the content, see describe_model.
+        weight_bytes: size of the files that an engine reads; 0 for random weights.
     """
 
     path: str
@@ -46,6 +50,28 @@ class ModelShape:
     context_length: int
     vocab_size: int
     fingerprint: str
+    weight_bytes: int = 0
+
+
+class _Folder:
+    """A checkpoint's files as of staging.RemoteCheckpoint; what is wrong is an OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("*"))
+
+    def size(self, name: str) -> int:
+        return (self.folder / name).stat().st_size
+
+    def read(self, name: str, start: int, length: int) -> bytes:
+        with (self.folder / name).open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+
+_Files = RemoteCheckpoint | _Folder
 
 
 def describe_model(cfg: ModelConfig) -> ModelShape:
@@ -59,9 +85,10 @@ def describe_model(cfg: ModelConfig) -> ModelShape:
 
     Raises:
         ConfigError: no such folder, an unreadable config.json, a field or a weight file missing.
+        StoreError: the store of a URL failed for too long.
     """
-    folder = _resolve(cfg)
-    raw = _read_config(folder, cfg)
+    files: _Files = RemoteCheckpoint(cfg) if is_url(cfg.path) else _Folder(_resolve(cfg))
+    raw = _read_config(files, cfg)
     try:
         tree = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -70,9 +97,17 @@ def describe_model(cfg: ModelConfig) -> ModelShape:
         raise ConfigError(f"model.path = {cfg.path!r}: config.json is not a JSON object")
     fields = _Fields(tree, cfg.path)
     digest = hashlib.sha256(len(raw).to_bytes(8, "little") + raw)
+    weight_bytes = 0
     if cfg.load_format != "dummy":
-        for part in _weight_samples(folder, cfg):
+        for part in _weight_samples(files, cfg):
             digest.update(part)
+        weight_bytes = sum(files.size(name) for name in files.names() if name.endswith(WEIGHTS))
+    fingerprint = digest.hexdigest()
+    if isinstance(files, RemoteCheckpoint):
+        # The tokenizer among them; of the weights a driver needs no more than the head, see head.write_head.
+        folder = stage_files(files, [name for name in files.names() if not name.endswith(WEIGHTS)], cfg, fingerprint)
+    else:
+        folder = files.folder
     return ModelShape(
         path=str(folder),
         architecture=fields.architecture(),
@@ -82,8 +117,24 @@ def describe_model(cfg: ModelConfig) -> ModelShape:
         dtype=fields.dtype() if cfg.dtype == "auto" else cfg.dtype,
         context_length=fields.number("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"),
         vocab_size=fields.number("vocab_size"),
-        fingerprint=digest.hexdigest(),
+        fingerprint=fingerprint,
+        weight_bytes=weight_bytes,
     )
+
+
+def stage_model(cfg: ModelConfig, fingerprint: str, stopping: threading.Event) -> Path:
+    """Copy the checkpoint at a URL to this node, or find it there; see staging.stage.
+
+    Args:
+        cfg: names it.
+        fingerprint: of describe_model.
+        stopping: gives up.
+    """
+
+    def compare(folder: Path) -> bool:
+        return describe_model(cfg.model_copy(update={"path": str(folder)})).fingerprint == fingerprint
+
+    return stage(cfg, fingerprint, compare, stopping)
 
 
 class _Fields:
@@ -157,10 +208,10 @@ def _download(cfg: ModelConfig) -> Path:
         ) from None
 
 
-def _read_config(folder: Path, cfg: ModelConfig) -> bytes:
+def _read_config(files: _Files, cfg: ModelConfig) -> bytes:
     try:
-        return (folder / "config.json").read_bytes()
-    except FileNotFoundError:
+        return files.read("config.json", 0, files.size("config.json"))
+    except (FileNotFoundError, KeyError):
         raise ConfigError(
             f"model.path = {cfg.path!r}: no config.json in it; give the folder of a Hugging Face checkpoint"
         ) from None
@@ -168,51 +219,49 @@ def _read_config(folder: Path, cfg: ModelConfig) -> bytes:
         raise ConfigError(f"model.path = {cfg.path!r}: config.json cannot be read ({error.strerror})") from None
 
 
-def _weight_samples(folder: Path, cfg: ModelConfig) -> Iterator[bytes]:
-    files = sorted(folder.glob("*.safetensors"), key=lambda path: path.name)
-    if not files:
+def _weight_samples(files: _Files, cfg: ModelConfig) -> Iterator[bytes]:
+    names = [name for name in files.names() if name.endswith(WEIGHTS)]
+    if not names:
         raise ConfigError(
             f"model.path = {cfg.path!r}: no *.safetensors file in it; convert the weights, "
             "or set model.load_format = dummy to measure speed with random ones"
         )
-    missing = sorted(_indexed_files(folder, cfg) - {path.name for path in files})
+    missing = sorted(_indexed_files(files, cfg) - set(names))
     if missing:
         raise ConfigError(
             f"model.path = {cfg.path!r}: {len(missing)} weight file(s) of its index are missing, such as {missing[0]}; "
             "finish the download"
         )
-    for path in files:
+    for name in names:
         try:
-            yield from _file_samples(path, cfg)
+            yield from _file_samples(files, name, cfg)
         except OSError as error:
-            raise ConfigError(f"model.path = {cfg.path!r}: {path.name} cannot be read ({error.strerror})") from None
+            raise ConfigError(f"model.path = {cfg.path!r}: {name} cannot be read ({error.strerror})") from None
 
 
-def _indexed_files(folder: Path, cfg: ModelConfig) -> set[str]:
-    index = folder / "model.safetensors.index.json"
-    try:
-        return set(json.loads(index.read_bytes())["weight_map"].values())
-    except FileNotFoundError:
+def _indexed_files(files: _Files, cfg: ModelConfig) -> set[str]:
+    if INDEX not in files.names():
         return set()
+    try:
+        return set(json.loads(files.read(INDEX, 0, files.size(INDEX)))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"model.path = {cfg.path!r}: {index.name} is not readable; finish the download") from None
+        raise ConfigError(f"model.path = {cfg.path!r}: {INDEX} is not readable; finish the download") from None
 
 
-def _file_samples(path: Path, cfg: ModelConfig) -> Iterator[bytes]:
+def _file_samples(files: _Files, name: str, cfg: ModelConfig) -> Iterator[bytes]:
     """Name, size, header and three samples of a safetensors file, each of self-evident or given length."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        body = 8 + length
-        if len(prefix) < 8 or length > _MAX_HEADER or body > size:
-            raise ConfigError(
-                f"model.path = {cfg.path!r}: {path.name} is not a whole safetensors file "
-                "(an unfinished download, or a Git LFS pointer?)"
-            )
-        name = path.name.encode()
-        yield len(name).to_bytes(8, "little") + name + size.to_bytes(8, "little") + prefix + file.read(length)
-        last = max(body, size - SAMPLE_BYTES)
-        for at in (body, max(body, (body + size - SAMPLE_BYTES) // 2), last):
-            file.seek(at)
-            yield file.read(SAMPLE_BYTES)
+    size = files.size(name)
+    prefix = files.read(name, 0, min(8, size))
+    length = int.from_bytes(prefix, "little")
+    body = 8 + length
+    if len(prefix) < 8 or length > _MAX_HEADER or body > size:
+        raise ConfigError(
+            f"model.path = {cfg.path!r}: {name} is not a whole safetensors file "
+            "(an unfinished download, or a Git LFS pointer?)"
+        )
+    encoded = name.encode()
+    yield len(encoded).to_bytes(8, "little") + encoded + size.to_bytes(8, "little") + prefix
+    yield files.read(name, 8, length)
+    last = max(body, size - SAMPLE_BYTES)
+    for at in (body, max(body, (body + size - SAMPLE_BYTES) // 2), last):
+        yield files.read(name, at, min(SAMPLE_BYTES, size - at))

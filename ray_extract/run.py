@@ -1,8 +1,9 @@
 """python -m ray_extract.run --config job.yaml [section.key=value ...]: the whole run, on one screen.
 
-Exit codes: 0 every row is accounted for and committed, and no more rows failed than run.max_failed_rows; 1 the run
-stopped or gave units up; 2 the job, the data set or the output is wrong, and nothing was started; 3 complete, but rows
-failed; 4 stopped on request (SIGTERM, SIGINT). After 1 and 4 the same command goes on where it stopped.
+Exit codes, see errors.Exit: 0 every row is accounted for and committed, and no more rows failed than
+run.max_failed_rows; 1 it came to its end, but rows failed or units were given up; 2 the job, the data set, the output
+or a machine must be mended first; 3 it stopped before its end, and the same command goes on: SIGTERM, SIGINT, an outage
+of the store, engines that do not start, a defect.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -27,7 +29,17 @@ from ray_extract.dataset.chat import template_fingerprint
 from ray_extract.dataset.prepared import RowIndex
 from ray_extract.dataset.source import source_fingerprint
 from ray_extract.engine.base import check_engine
-from ray_extract.errors import AccessDenied, ConfigError, Drained, NotFound, OutOfSpace, RayExtractError
+from ray_extract.errors import (
+    AccessDenied,
+    ConfigError,
+    CredentialsExpired,
+    Exit,
+    NotFound,
+    OutOfSpace,
+    RayExtractError,
+    StoreError,
+    UnitsGivenUp,
+)
 from ray_extract.head import write_head
 from ray_extract.layout import PLAN_KEY, round_of_unit
 from ray_extract.ledger import Ledger, Totals, last_manifest, mended, run_identity, take_retries
@@ -39,12 +51,14 @@ from ray_extract.plan import (
     load_or_make_plan,
     load_plan,
     read_rounds,
-    show_bytes,
 )
 from ray_extract.presets import TARGETS, apply_preset
 from ray_extract.records import Unit
 from ray_extract.shards.image import TORCH_TO_CODE, state_columns
+from ray_extract.staging import is_url
 from ray_extract.store import ObjectInfo, Store, open_store, probe_create
+from ray_extract.summary import Summary, read_drives, write_summary
+from ray_extract.tally import Account, Cause
 from ray_extract.views import write_views
 
 if TYPE_CHECKING:
@@ -52,27 +66,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED_ROWS = 3
 _ROW_TABLE_BYTES = 256  # of an image, for each row, beside 37 for each state; see shards.image
 _IMAGE_HEADER_BYTES = 64 << 10
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
-    """A complete run.
-
-    Args:
-        totals: of all rows.
-        units: shards committed.
-        manifest: key of the manifest.
-        tokens, seconds: extracted by this invocation, and how long that took.
-    """
-
-    totals: Totals
-    units: int
-    manifest: str
-    tokens: int
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -149,6 +144,8 @@ def prepare_run(job: Job, *, begin: bool = True) -> Prepared:
         raise ConfigError(f"output.url = {job.output.url!r}: no run there; begin it with ray-extract run")
     try:
         honest = probe_create(store)
+    except CredentialsExpired:
+        raise  # not the job's fault
     except (NotFound, AccessDenied, OutOfSpace) as error:
         raise ConfigError(f"output.url = {job.output.url!r}: cannot be written: {error}") from None
     if not honest and not job.output.accept_weak_create:
@@ -171,11 +168,12 @@ def run(job: Job) -> Summary:
         Drained: stopped on request.
         RayExtractError: the run cannot be completed.
     """
+    began = time.monotonic()
     prepared = prepare_run(job)
     for line in prepared.plan.lines():
         logger.info(line)
     write_head(prepared.store, prepared.job, prepared.shape)
-    return _complete(prepared, rounds=False)
+    return _complete(prepared, began, rounds=False)
 
 
 def retry_failed(job: Job) -> Summary:
@@ -188,6 +186,7 @@ def retry_failed(job: Job) -> Summary:
         Drained: stopped on request.
         RayExtractError: the round cannot be completed.
     """
+    began = time.monotonic()
     prepared = prepare_run(job, begin=False)
     listing = prepared.ledger.listing()
     prepared = prepared.renewed()  # after the listing, see _complete
@@ -199,7 +198,7 @@ def retry_failed(job: Job) -> Summary:
         )
     if all(unit.unit in listing for unit in prepared.retries):
         _claim_round(prepared, listing)
-    return _complete(prepared, rounds=True)
+    return _complete(prepared, began, rounds=True)
 
 
 def _claim_round(prepared: Prepared, listing: Mapping[str, ObjectInfo]) -> None:
@@ -213,22 +212,49 @@ def _claim_round(prepared: Prepared, listing: Mapping[str, ObjectInfo]) -> None:
     claim_round(prepared.store, prepared.job, prepared.index, prepared.token_bytes, failed, last + 1)
 
 
-def _complete(prepared: Prepared, *, rounds: bool) -> Summary:
-    """Extract the units of the plan, or of retry rounds, that have no commit, and say in a manifest what is there."""
-    tokens, seconds = 0, 0.0
+@dataclasses.dataclass(slots=True)
+class _Sofar:
+    """What this invocation did, for its summary.
+
+    Args:
+        units, units_done: in all, and those of them that are known to be committed.
+        drives: what its drivers counted.
+    """
+
+    units: int = 0
+    units_done: int = 0
+    drives: Account = dataclasses.field(default_factory=Account)
+
+
+def _complete(prepared: Prepared, began: float, *, rounds: bool) -> Summary:
+    """Extract what has no commit, and say in a manifest and a summary what is there."""
+    sofar = _Sofar()
+    try:
+        manifest, totals = _to_the_end(prepared, sofar, rounds=rounds)
+    except RayExtractError as error:
+        summary = _sum_up(prepared, sofar, began, error.exit_code, reason=str(error))
+        for line in summary.lines(prepared.job.output.url):
+            logger.info(line)
+        raise
+    return _sum_up(prepared, sofar, began, exit_code(prepared.job, totals), totals=totals, manifest=manifest)
+
+
+def _to_the_end(prepared: Prepared, sofar: _Sofar, *, rounds: bool) -> tuple[str, Totals]:
+    """Extract the units of the plan, or of retry rounds, that have no commit; returns the manifest and its totals."""
     while True:
         # In this order: units may be split and rounds claimed meanwhile, by another driver too, and those whose commits
         # are seen are known then; and a manifest knows the commits that earlier ones know.
         after = last_manifest(prepared.store)
         listing = prepared.ledger.listing()
         prepared = prepared.renewed()
+        every = [*prepared.units, *prepared.retries]
+        sofar.units, sofar.units_done = len(every), sum(unit.unit in listing for unit in every)
         units = prepared.retries if rounds else prepared.units
         todo = [unit for unit in units if unit.unit not in listing]
-        if len(todo) < len(units) and not tokens:
+        if len(todo) < len(units) and not sofar.drives.drives:
             logger.info("%d of %d units are committed already", len(units) - len(todo), len(units))
         if todo:
-            extracted, took = _extract(prepared, set(listing), todo)
-            tokens, seconds = tokens + extracted, seconds + took
+            _extract(prepared, set(listing), todo, sofar)
             continue
         views = write_views(
             prepared.ledger,
@@ -240,11 +266,42 @@ def _complete(prepared: Prepared, *, rounds: bool) -> Summary:
             prepared.shape.vocab_size,
         )
         if views is not None:
-            return Summary(views.totals, views.shards, views.manifest, tokens, seconds)
+            return views.manifest, views.totals
         logger.info("another driver wrote a manifest meanwhile; all commits are read again for the next one")
 
 
-def _extract(prepared: Prepared, done: set[str], todo: list[Unit]) -> tuple[int, float]:
+def _sum_up(
+    prepared: Prepared,
+    sofar: _Sofar,
+    began: float,
+    code: Exit,
+    *,
+    reason: str | None = None,
+    totals: Totals | None = None,
+    manifest: str | None = None,
+) -> Summary:
+    try:
+        whole, unfinished = read_drives(prepared.store)
+    except StoreError as error:
+        logger.warning("what earlier runs did is not in the summary: %s", error)
+        whole, unfinished = sofar.drives, 0
+    summary = Summary(
+        code=code,
+        reason=reason,
+        totals=totals,
+        units=sofar.units,
+        units_done=sofar.units_done,
+        manifest=manifest,
+        wall_s=time.monotonic() - began,
+        this=sofar.drives,
+        whole=whole,
+        unfinished=unfinished,
+    )
+    write_summary(prepared.store, summary)
+    return summary
+
+
+def _extract(prepared: Prepared, done: set[str], todo: list[Unit], sofar: _Sofar) -> None:
     # Ray and torch take seconds to import, and a mistake in the job file should not wait for it.
     from ray_extract.driver import Driver, connect
 
@@ -260,14 +317,21 @@ def _extract(prepared: Prepared, done: set[str], todo: list[Unit]) -> tuple[int,
         total_tokens=done_tokens + sum(unit.tokens for unit in todo),
         done_tokens=done_tokens,
     )
-    outcome = driver.run()
-    if outcome.given_up:
-        unit, reason = next(iter(outcome.given_up.items()))
-        raise RayExtractError(
-            f"{len(outcome.given_up)} units were given up after {prepared.job.run.max_attempts} attempts each "
+    try:
+        given_up = driver.run().given_up
+    finally:
+        account = driver.account()
+        sofar.drives += account
+        sofar.units_done += account.units
+    if given_up:
+        unit, reason = next(iter(given_up.items()))
+        told = (
+            f"{len(given_up)} units were given up after {prepared.job.run.max_attempts} attempts each "
             f"(run.max_attempts), the others are committed; {unit}: {reason}"
         )
-    return outcome.tokens, outcome.seconds
+        if {driver.tally.failures[name] for name in given_up} == {Cause.STORE_FAILED}:
+            raise StoreError(f"{told}; run the same command again once the store is well")
+        raise UnitsGivenUp(told)
 
 
 def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
@@ -285,6 +349,7 @@ def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
             vocab_size=shape.vocab_size,
             arena_bytes=job.run.arena_bytes or arena_size(todo, job.run.units_in_flight),
             log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
+            fingerprint=shape.fingerprint,
         ),
         rows=prepared.index.to_json(),
         metadata={
@@ -311,46 +376,24 @@ def image_bound(unit: Unit) -> int:
 
 
 def _absolute(job: Job, shape: ModelShape) -> Job:
-    """Workers run in other folders: local paths become absolute, and the model's type is given by name."""
-    model = job.model.model_copy(update={"path": shape.path, "dtype": shape.dtype})
+    """Workers run in other folders: local paths become absolute, and what depends on the model is given by value."""
+    path = job.model.path if is_url(job.model.path) else shape.path
+    model = job.model.model_copy(update={"path": path, "dtype": shape.dtype})
+    engine = job.engine.model_copy(update={"start_timeout_s": job.engine.start_timeout(shape.weight_bytes)})
     url = job.output.url
     if "://" not in url:
         url = str(Path(url).expanduser().absolute())
-    return job.model_copy(update={"model": model, "output": job.output.model_copy(update={"url": url})})
+    output = job.output.model_copy(update={"url": url})
+    return job.model_copy(update={"model": model, "engine": engine, "output": output})
 
 
 def _environment() -> dict[str, str]:
     return {"ray_extract": ray_extract.__version__, "python": platform.python_version()}
 
 
-def summary_lines(job: Job, summary: Summary) -> list[str]:
-    """The table at the end of a run."""
-    totals = summary.totals
-    rate = summary.tokens / summary.seconds if summary.seconds else 0.0
-
-    def with_reasons(reasons: dict[str, int]) -> str:
-        shown = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items()))
-        return f"{sum(reasons.values()):,}" + (f"   ({shown})" if shown else "")
-
-    return [
-        f"rows        {totals.rows:,}",
-        f"  ok        {totals.ok:,}",
-        f"  skipped   {with_reasons(totals.skipped)}",
-        f"  failed    {with_reasons(totals.failed)}",
-        f"tokens      {totals.tokens:,}" + (f"   ({totals.kept:,} stored)" if totals.kept != totals.tokens else ""),
-        f"shards      {summary.units:,}, {show_bytes(totals.nbytes)}",
-        f"speed       {rate:,.0f} tokens/s, {summary.tokens:,} tokens in {summary.seconds:.0f} s"
-        if summary.tokens
-        else "speed       nothing was left to extract",
-        f"output      {job.output.url}",
-        f"next        ray-extract verify {job.output.url}",
-        *(["retry       ray-extract retry-failed, with the arguments of this command"] if totals.failed else []),
-    ]
-
-
-def exit_code(job: Job, totals: Totals) -> int:
-    """0, or 3 when more rows failed than were allowed to."""
-    return EXIT_FAILED_ROWS if sum(totals.failed.values()) > job.run.max_failed_rows else 0
+def exit_code(job: Job, totals: Totals) -> Exit:
+    """Of a complete run: whether more rows failed than were allowed to."""
+    return Exit.FAILED if sum(totals.failed.values()) > job.run.max_failed_rows else Exit.OK
 
 
 @contextlib.contextmanager
@@ -399,9 +442,14 @@ def execute(args: argparse.Namespace, action: Callable[[Job], Summary]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         complain("ended at once, on request; run the same command again to go on")
-        return Drained.exit_code
-    tell(*summary_lines(job, summary))
-    return exit_code(job, summary.totals)
+        return Exit.STOPPED
+    except Exception as error:
+        # A defect, ours or of what we stand on. Python's own exit code for it would say that the run came to its end.
+        logger.exception("this should not happen")
+        complain(f"{type(error).__name__}: {error}; what is committed stays: run the same command again to go on")
+        return Exit.STOPPED
+    tell(*summary.lines(job.output.url))
+    return summary.code
 
 
 if __name__ == "__main__":

@@ -280,7 +280,13 @@ class StoredFile(io.RawIOBase):
         return count
 
 
-def outlast(action: Callable[[], T], patience_s: float, stopped: threading.Event, what: str) -> T:
+def outlast(
+    action: Callable[[], T],
+    patience_s: float,
+    stopped: threading.Event,
+    what: str,
+    lost: Callable[[float], None] | None = None,
+) -> T:
     """Repeat an action on a store that fails in ways that may pass, with pauses of 1 to 30 seconds.
 
     Args:
@@ -288,22 +294,27 @@ def outlast(action: Callable[[], T], patience_s: float, stopped: threading.Event
         patience_s: since the first failure; then the error is raised.
         stopped: ends the patience.
         what: for the log.
+        lost: is told the seconds since the first failure, if there was one.
 
     Raises:
         StoreError: the last one; at once if its verdict is not to retry.
     """
     since: float | None = None
-    for tries in itertools.count(1):
-        try:
-            return action()
-        except StoreError as error:
-            since = since or time.monotonic()
-            pause = random.uniform(0.5, 1) * min(30.0, 2.0**tries)
-            if error.verdict is not Verdict.RETRY or time.monotonic() + pause - since > patience_s:
-                raise
-            log.warning("%s failed %d times and is tried again in %.0f s: %s", what, tries, pause, error)
-            if stopped.wait(pause):
-                raise
+    try:
+        for tries in itertools.count(1):
+            try:
+                return action()
+            except StoreError as error:
+                since = since or time.monotonic()
+                pause = random.uniform(0.5, 1) * min(30.0, 2.0**tries)
+                if error.verdict is not Verdict.RETRY or time.monotonic() + pause - since > patience_s:
+                    raise
+                log.warning("%s failed %d times and is tried again in %.0f s: %s", what, tries, pause, error)
+                if stopped.wait(pause):
+                    raise
+    finally:
+        if since is not None and lost is not None:
+            lost(time.monotonic() - since)
     raise AssertionError("unreachable")
 
 

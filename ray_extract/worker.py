@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import platform
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -60,21 +61,27 @@ class Worker:
         self._extractor = Extractor(setup.extractor)
         self._info: EngineInfo | None = None
         self._stopping = threading.Event()
+        self._outage_s = 0.0
+        self._outage_lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start the engine; returns EngineInfo as data. Raises what Extractor.start raises."""
-        self._info = self._extractor.start()
-        return dataclasses.asdict(self._info)
+        """Start the engine; returns EngineInfo as data, the node's name as `node`, and the seconds as `start_s`.
 
-    def stop(self) -> dict[str, int]:
+        Raises what Extractor.start raises.
+        """
+        began = time.monotonic()
+        self._info = self._extractor.start()
+        return {**dataclasses.asdict(self._info), "node": platform.node(), "start_s": time.monotonic() - began}
+
+    def stop(self) -> dict[str, float]:
         """End the engine and give the shared memory back; returns the last progress. Units under way fail."""
         self._stopping.set()
         self._extractor.stop()
-        return self._extractor.progress()
+        return self.progress()
 
-    def progress(self) -> dict[str, int]:
-        """See Extractor.progress."""
-        return self._extractor.progress()
+    def progress(self) -> dict[str, float]:
+        """See Extractor.progress; and `outage_s`, the seconds that units waited for the store, added up."""
+        return {**self._extractor.progress(), "outage_s": self._outage_s}
 
     def extract(self, unit: Unit, attempt: str, doomed: str | None = None) -> Receipt:
         """Extract one unit into one shard.
@@ -112,7 +119,11 @@ class Worker:
             raise StoreError(str(error)) from None
 
     def _patiently(self, action: Callable[[], T], what: str) -> T:
-        return outlast(action, self._job.output.outage_s, self._stopping, what)
+        return outlast(action, self._job.output.outage_s, self._stopping, what, self._lost)
+
+    def _lost(self, seconds: float) -> None:
+        with self._outage_lock:
+            self._outage_s += seconds
 
     def _table(self, unit: Unit) -> RowTable:
         with self._rows_lock:

@@ -61,7 +61,15 @@ from ray_extract.errors import (
     Throttled,
 )
 from ray_extract.extractor import Captured
-from ray_extract.layout import COMMITS_PREFIX, COUNTS_KEY, PROGRESS_KEY, SUCCESS_KEY, round_of_unit
+from ray_extract.layout import (
+    COMMITS_PREFIX,
+    COUNTS_KEY,
+    DRIVES_PREFIX,
+    PROGRESS_KEY,
+    SUCCESS_KEY,
+    SUMMARY_KEY,
+    round_of_unit,
+)
 from ray_extract.ledger import Ledger, orphans
 from ray_extract.model import ModelShape
 from ray_extract.readers import rows as reader_rows
@@ -81,7 +89,7 @@ HANG_S = 60.0  # of real time
 NEVER = 99  # a round that no run comes to
 AT_WORK = re.compile(r"shards/|commits/|plan/split|plan/retry|manifest|$")
 TAKEN = re.compile(r"shards/|commits/|plan/split|plan/retry|manifest")
-MUTABLE = re.compile(rf"{PROGRESS_KEY}|{COUNTS_KEY}|{SUCCESS_KEY}|probe-.*")
+MUTABLE = re.compile(rf"{PROGRESS_KEY}|{COUNTS_KEY}|{SUCCESS_KEY}|{SUMMARY_KEY}|{DRIVES_PREFIX}.*|probe-.*")
 
 
 class Killed(BaseException):
@@ -753,6 +761,7 @@ def in_place(sim: Simulation) -> Iterator[None]:
         (segments, "LEAST", 1),
         (ledger, "concurrent", types.SimpleNamespace(futures=types.SimpleNamespace(ThreadPoolExecutor=Inline))),
         (worker, "threading", threads),
+        (worker, "time", clock),
         (worker, "Extractor", lambda _: Extractor(sim)),
         (plan, "prepare", lambda *_: iter(world.rows)),
         (run, "check_job", lambda _: (job, SHAPE, (1,), sim.objects)),
@@ -952,6 +961,15 @@ def check(sim: Simulation) -> Iterator[str]:
     lost = {item.key for item in orphans(sim.objects)}
     if lost & named.keys() or lost != shards - named.keys():
         yield f"orphans are {lost}, of {shards}; commits name {named.keys()}"
+    summary = json.loads(objects[SUMMARY_KEY])
+    ok = sum(status == "ok" for status in states.values())
+    if (summary["state"], summary["rows"]["ok"], summary["units_done"]) != ("complete", ok, len(named)):
+        yield f"the summary says {summary['state']}, {summary['rows']['ok']} rows, {summary['units_done']} units"
+    # Drivers that died could not say all that they did; but no unit is two drivers'.
+    counted = summary["all_runs"]["units"]
+    if counted > len(named) or (counted < len(named) and not (sim.counts["deaths"] or sim.counts["fault late"])):
+        yield f"drivers say that they committed {counted} units; {len(named)} are committed"
+    sim.counts["units in accounts"] += counted
     sim.counts["orphans left"] += len(lost)
     sim.counts["duplicate attempts"] += len(shards) - len(named)
     report = verify.verify(URL)
@@ -983,7 +1001,7 @@ def trace(sim: Simulation) -> str:
     """A digest of everything that came of a schedule, but for what people may read of time."""
     digest = hashlib.sha256(repr(sorted(sim.counts.items())).encode())
     for key, data in sorted(sim.objects.objects.items()):
-        if key != PROGRESS_KEY:
+        if key not in (PROGRESS_KEY, SUMMARY_KEY):
             digest.update(key.encode() + data)
     return digest.hexdigest()
 

@@ -41,7 +41,8 @@ MISTAKES = {
     "engine.cuont=3": "engine.cuont: no such key; did you mean count?",
     "modle.path=3": "modle: no such key; did you mean model?",
     "model.zzz=3": (
-        "model.zzz: no such key; known: path, tokenizer, dtype, load_format, quantization, trust_remote_code"
+        "model.zzz: no such key; known: path, cache_dir, storage_options, tokenizer, dtype, load_format, quantization, "
+        "trust_remote_code"
     ),
     "dataset.fields.txt=a": "dataset.fields.txt: no such key; did you mean text?",
     "engine.count=zero": "engine.count = 'zero': input should be a valid integer, unable to parse string as an integer",

@@ -31,6 +31,7 @@ from simulated import (
 
 from ray_extract import cli, driver, run
 from ray_extract.run import prepare_run
+from ray_extract.store import open_store
 
 pytestmark = pytest.mark.ray
 
@@ -119,6 +120,13 @@ def test_run_stores_every_row_and_a_second_run_has_nothing_to_do(
     assert len(check_output(work)) == 5
     progress = json.loads((tmp_path / "out/progress.json").read_text())
     assert (progress["state"], progress["units_done"], progress["tokens_committed"]) == ("done", 5, tokens)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert (summary["state"], summary["exit_code"], summary["units_done"]) == ("complete", 0, 5)
+    assert (summary["rows"]["ok"], summary["rows"]["tokens"]) == (9, tokens)
+    (node,) = summary["this_run"]["nodes"].values()
+    assert (node["engines"], node["units"], node["tokens"]) == (2, 5, tokens) and node["tokens_per_s"] > 0
+    assert summary["all_runs"]["tokens"] == summary["this_run"]["tokens"] == tokens
+    assert not summary["this_run"]["retries"] and summary["this_run"]["lost_s"]["engine starts"] > 0
     assert cli.main(["status", work.url]) == 0
     status = capsys.readouterr().out
     assert "state       complete" in status and "5 of 5 committed" in status
@@ -137,10 +145,10 @@ def test_a_shard_that_is_gone_is_an_error_until_its_commit_is_deleted(
     commit = tmp_path / "out/commits" / f"{shard.name.split('.')[0]}.json"
     shard.unlink()
     code, text = command(work)
-    assert code == 1 and f"delete commits/{commit.name}" in text
+    assert code == 2 and f"delete commits/{commit.name}" in text
     commit.write_text(commit.read_text()[:-20])
     code, text = command(work)
-    assert code == 1 and commit.name in text and "delete it" in text
+    assert code == 2 and commit.name in text and "delete it" in text
     commit.unlink()
     code, text = command(work)
     assert code == 0, text
@@ -177,6 +185,9 @@ def test_killed_actor_is_replaced_and_its_units_are_attempted_again(
     check_output(work)
     assert before.items() <= attempts(work).items()
     assert set(attempts(work).values()) == {"01", "02"}
+    this = json.loads((tmp_path / "out/summary.json").read_text())["this_run"]
+    assert this["restarts"] == {"worker died": 1} and this["lost_s"]["attempts thrown away"] > 0
+    assert this["retries"] == {"worker died": sum(number == "02" for number in attempts(work).values())}
 
 
 def test_killed_engine_host_costs_its_worker_nothing(
@@ -194,6 +205,8 @@ def test_killed_engine_host_costs_its_worker_nothing(
     check_output(work)
     assert set(attempts(work).values()) == {"01"}
     assert json.loads((tmp_path / "out/progress.json").read_text())["restarts"] == 1
+    this = json.loads((tmp_path / "out/summary.json").read_text())["this_run"]
+    assert (this["restarts"], this["retries"]) == ({"engine died": 1}, {})
 
 
 def test_run_goes_on_another_node_when_its_own_is_lost(
@@ -251,6 +264,10 @@ def test_killed_driver_leaves_nothing_behind_and_the_same_command_goes_on(
     after = {r.unit: r.attempt for r in check_output(work)}
     assert before.items() <= after.items()
     assert servers.SECRET_KEY not in text
+    summary = json.loads(open_store(work.url, work.options).get("summary.json"))
+    whole, this = summary["all_runs"], summary["this_run"]
+    assert (whole["drives"], whole["unfinished"], this["units"]) == (2, 1, 12 - len(before))
+    assert this["units"] <= whole["units"] <= 12  # what the killed driver did in its last seconds, it could not say
 
 
 def test_sigterm_commits_what_is_in_flight_and_the_run_goes_on_later(
@@ -262,7 +279,7 @@ def test_sigterm_commits_what_is_in_flight_and_the_run_goes_on_later(
     until(work.commits, "the first commit")
     process.terminate()
     code, text = finish(process)
-    assert code == 4, text
+    assert code == 3, text
     assert "SIGTERM: finishing the units in flight" in text
     done = work.commits()
     assert f"error: stopped on request with {done} of 16 units committed" in text and 1 < done < 16
@@ -288,7 +305,7 @@ def test_second_sigterm_ends_at_once_and_leaves_nothing(
     process.terminate()
     began = time.monotonic()
     code, text = finish(process)
-    assert code == 4, text
+    assert code == 3, text
     assert time.monotonic() - began < 30
     assert "error: ended at once, on request" in text and "Traceback" not in text
     assert work.commits() == 0
@@ -302,7 +319,7 @@ def test_rows_that_fail_are_zeroed_and_named_and_the_others_are_stored(
     faults = {"poison_token": POISON, "reject_token": REJECT, "nan_token": NAN}
     work = make_work(tmp_path, rows, address, engine={**FAST, "args": faults})
     code, text = command(work)
-    assert code == 3, text
+    assert code == 1, text
     assert "  ok        9\n" in text
     assert "failed    3   (1 x engine_died, 1 x nonfinite, 1 x rejected)" in text
     failed = {
@@ -311,7 +328,7 @@ def test_rows_that_fail_are_zeroed_and_named_and_the_others_are_stored(
         8: f"nonfinite: {HIDDEN} values are NaN or infinite",
     }
     check_output(work, failed)
-    assert command(work)[0] == 3
+    assert command(work)[0] == 1
     assert command(work, "run.max_failed_rows=3")[0] == 0
 
 
@@ -349,7 +366,7 @@ def test_too_little_shared_memory_is_one_error_and_leaves_nothing(
 ) -> None:
     work = make_work(tmp_path, make_rows(3), address, engine={**FAST, "count": 2})
     code, text = command(work, "run.arena_bytes=900GiB")
-    assert code == 1
+    assert code == 2
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "/dev/shm has" in line and "900.06 GiB" in line and "run.arena_bytes" in line
     assert "Traceback" not in text
@@ -389,7 +406,7 @@ def test_resources_that_no_node_has_are_named_while_the_run_waits(
 
     threading.Thread(target=stop, daemon=True).start()
     began = time.monotonic()
-    assert run.main(work.args()) == 4
+    assert run.main(work.args()) == 3
     assert time.monotonic() - began < WAIT_S / 4
     assert notice in caplog.text and "2 CPU" in caplog.text
 
@@ -407,6 +424,6 @@ def test_bucket_that_vanishes_ends_the_run_with_its_name(
     until(work.commits, "the first commit")
     client.delete_bucket(Bucket="vanishing")  # SeaweedFS takes its objects with it
     code, text = finish(process)
-    assert code == 1, text
+    assert code == 2, text
     assert "no such bucket" in next(line for line in text.splitlines() if line.startswith("error: "))
     assert "Traceback" not in text

@@ -77,8 +77,8 @@ def test_a_store_that_is_down_for_a_while_costs_no_extraction(
 
     decide.commits, decide.since = 0, 0.0  # type: ignore[attr-defined]
     proxy.decide = decide
-    run(work.job("engine.args={tokens_per_s: 400}"))
-    assert done.is_set()
+    summary = run(work.job("engine.args={tokens_per_s: 400}"))
+    assert done.is_set() and not summary.this.retries
     check_output(direct)
     assert {attempt.partition("-")[0] for attempt in attempts(direct)} == {"01"}
 
@@ -97,7 +97,7 @@ def test_a_run_whose_store_stays_down_ends_in_time_and_goes_on_later(
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    assert process.returncode == 1 and "Traceback" not in text, text
+    assert process.returncode == 3 and "Traceback" not in text, text
     assert "given up" in text and time.monotonic() - began < 120
     assert servers.SECRET_KEY not in text
     before = {receipt.unit: receipt.attempt for receipt in direct.receipts()}
@@ -110,15 +110,19 @@ def test_a_run_whose_store_stays_down_ends_in_time_and_goes_on_later(
 
 
 @pytest.mark.parametrize(
-    ("do", "told"),
+    ("do", "code", "told"),
     [
-        (Do.EXPIRE, "the credentials have expired, or the session token is of others; get new ones and run the same"),
-        (Do.QUOTA, "no space left; free some, or raise the quota, and run the same command"),
+        (
+            Do.EXPIRE,
+            3,
+            "the credentials have expired, or the session token is of others; get new ones and run",
+        ),
+        (Do.QUOTA, 2, "no space left; free some, or raise the quota, and run the same command"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_a_run_whose_credentials_or_space_end_stops_at_once_with_the_reason_and_goes_on_later(
-    tmp_path: Path, ray_cluster: Any, s3: servers.S3Server, proxy: FaultyProxy, do: Do, told: str
+    tmp_path: Path, ray_cluster: Any, s3: servers.S3Server, proxy: FaultyProxy, do: Do, code: int, told: str
 ) -> None:
     work, direct = make(tmp_path, ray_cluster, s3, proxy, output={"format": "raw", "max_rows": 2})
     process = work.start("engine.args={tokens_per_s: 100}")
@@ -130,7 +134,7 @@ def test_a_run_whose_credentials_or_space_end_stops_at_once_with_the_reason_and_
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    assert process.returncode == 1 and "Traceback" not in text, text
+    assert process.returncode == code and "Traceback" not in text, text
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert told in line and time.monotonic() - began < 60  # output.outage_s is ten minutes
     assert servers.SECRET_KEY not in text

@@ -1,5 +1,6 @@
 """One extractor with a simulated engine, without Ray: what a killed engine costs, and what never reaches one."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,10 +14,10 @@ from simulated import HIDDEN, arenas, hosts, make_rows, make_work, until
 
 from ray_extract.engine.process import EngineProcess
 from ray_extract.engine.simulated import simulated_states
-from ray_extract.errors import ArenaError
+from ray_extract.errors import ArenaError, EngineDied
 from ray_extract.extractor import Extractor, ExtractorSetup, canary_table, unfit_reason
 from ray_extract.layout import RequestId, parse_rid
-from ray_extract.records import RowStatus
+from ray_extract.records import RowFailure, RowStatus
 from ray_extract.shards.image import lay_out, row_table
 
 VOCAB = 1000
@@ -71,6 +72,114 @@ def test_killed_engine_host_repeats_only_the_rows_in_flight(tmp_path: Path, monk
     for k, name in enumerate(("state.2", "state.4", "state.5", "state.final")):
         assert found[name].equal(torch.cat([states[k] for states in wanted]))
     assert not hosts(work.mark) and not arena.exists()
+
+
+def capture(extractor: Extractor, rows: list[list[int]]) -> tuple[dict[int, RowFailure], dict[str, torch.Tensor]]:
+    """The failures of rows by place, and the states by name."""
+    ids = [np.array(row, np.int32) for row in rows]
+    table = row_table(range(len(rows)), ids, [np.ones(len(row), np.uint8) for row in rows])
+    with extractor.capture(table, {}) as captured:
+        states = {
+            column.name: torch.from_numpy(captured.layout.state_bytes(captured.buffer, column).copy()).view(
+                torch.bfloat16
+            )
+            for column in captured.layout.columns
+        }
+        return captured.failures, states
+
+
+def test_an_engine_that_answers_but_captures_nothing_is_restarted_and_only_the_row_at_fault_fails(
+    tmp_path: Path,
+) -> None:
+    """Its answers say that it lives: it rejects requests while no pass runs. Only covered tokens tell that it hangs."""
+    hang, reject = 1, 2
+    rows = make_rows(5)
+    rows[2][3] = hang
+    engine = {"args": {"hang_token": hang, "reject_token": reject}, "stall_timeout_s": 1.5}
+    work = make_work(tmp_path, rows, engine=engine)
+    extractor = Extractor(setup(work.job().model_dump(mode="json"), tmp_path))
+    answers: list[bool] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        """As a health check would, for as long as the rows are under way."""
+        canary = extractor._canary
+        assert canary is not None
+        np.frombuffer(canary.buffer, np.int32, 1)[:] = reject
+        while not over.wait(0.1):
+            engine = extractor._engine
+            with contextlib.suppress(EngineDied):
+                if engine is not None:
+                    answers.append(engine.submit(f"health.{len(answers)}", canary.offset, 1).result(60).ok)
+
+    extractor.start()
+    thread = threading.Thread(target=ask, daemon=True)
+    try:
+        thread.start()
+        failures, states = capture(extractor, rows)
+        over.set()
+        progress = extractor.progress()
+    finally:
+        over.set()
+        thread.join(20)
+        extractor.stop()
+    assert answers.count(False) == len(answers) > 10, "the engine must have answered while it hung"
+    assert {row: failure.status for row, failure in failures.items()} == {2: RowStatus.ENGINE_DIED}
+    # With the others, and alone; then one more for the rows behind it.
+    assert (progress["engine_stalls"], progress["engine_starts"]) == (2, 3)
+    wanted = [simulated_states(np.array(r, np.int32), 0, 4, HIDDEN, "BF16")[0] for r in rows]
+    wanted[2].zero_()
+    assert states["state.2"].equal(torch.cat(wanted))
+
+
+def test_a_stopped_engine_is_restarted_and_no_row_is_lost(tmp_path: Path) -> None:
+    rows = make_rows(6)
+    engine = {"args": {"tokens_per_s": 200}, "chunked_prefill_size": 50, "stall_timeout_s": 1.5}
+    work = make_work(tmp_path, rows, engine=engine)
+    extractor = Extractor(setup(work.job().model_dump(mode="json"), tmp_path))
+    found: dict[str, Any] = {}
+
+    def run() -> None:
+        found["failures"], found["states"] = capture(extractor, rows)
+
+    extractor.start()
+    try:
+        (host,) = hosts(work.mark)
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        until(lambda: extractor.progress()["tokens_captured"] > 50, "a pass")
+        os.kill(host, signal.SIGSTOP)
+        thread.join(60)
+        assert extractor.progress()["engine_stalls"] == 1
+    finally:
+        extractor.stop()
+    assert found["failures"] == {} and not hosts(work.mark)
+    wanted = [simulated_states(np.array(r, np.int32), 0, 4, HIDDEN, "BF16")[0] for r in rows]
+    assert found["states"]["state.2"].equal(torch.cat(wanted))
+
+
+def test_rows_that_the_engine_survives_cost_no_restart(tmp_path: Path) -> None:
+    """Rejected ones for longer than an engine may stall, and one with NaN among good ones."""
+    reject, nan = 1, 2
+    rows = make_rows(40)
+    for row in range(0, 40, 2):
+        rows[row][0] = reject
+    rows[7][5] = nan
+    engine = {"args": {"reject_token": reject, "nan_token": nan, "tokens_per_s": 500}, "stall_timeout_s": 1.5}
+    work = make_work(tmp_path, rows, engine=engine, output={"max_rows": 64})
+    extractor = Extractor(setup(work.job().model_dump(mode="json"), tmp_path))
+    extractor.start()
+    try:
+        failures, _ = capture(extractor, rows)
+        progress = extractor.progress()
+    finally:
+        extractor.stop()
+    assert {row: f.status for row, f in failures.items()} == {
+        **dict.fromkeys(range(0, 40, 2), RowStatus.REJECTED),
+        7: RowStatus.NONFINITE,
+    }
+    assert (progress["engine_starts"], progress["engine_stalls"]) == (1, 0)
+    assert progress["start_s"] > 0
 
 
 UNFIT: dict[str, tuple[list[int], str | None]] = {

@@ -37,7 +37,9 @@ def describe(folder, **options):
 
 def test_shape_of_a_plain_model(tmp_path):
     shape = describe(checkpoint(tmp_path / "m"))
+    files = (tmp_path / "m").glob("*.safetensors")
     assert dataclasses.asdict(shape) | {"fingerprint": ""} == {
+        "weight_bytes": sum(path.stat().st_size for path in files),
         "path": str(tmp_path / "m"),
         "architecture": "LlamaForCausalLM",
         "model_type": "llama",

@@ -49,7 +49,7 @@ def test_mistake_is_one_line_and_starts_nothing(
 ) -> None:
     work = make_work(tmp_path, make_rows(3))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "_extract", None)  # would raise a TypeError, which nobody catches
+    monkeypatch.setattr(run, "_extract", None)  # would raise a TypeError, and end with another code
     assert run.main(work.args(override)) == 2
     out, err = capsys.readouterr()
     (line,) = lines_of(err)
@@ -122,7 +122,7 @@ def test_an_output_that_cannot_be_written_names_the_field(tmp_path: Path, capsys
 @pytest.mark.parametrize("command", ["status", "verify", "sweep"])
 def test_folder_that_is_no_output_is_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        assert cli.main([command, str(folder)]) in (1, 2)
+        assert cli.main([command, str(folder)]) == 2
         out, err = capsys.readouterr()
         (line,) = lines_of(err)
         assert str(folder) in line and out == ""
@@ -137,7 +137,7 @@ def test_verify_ends_with_one_when_a_shard_was_altered(tmp_path: Path, capsys: p
     data[-100] ^= 1
     shard.write_bytes(data)
     capsys.readouterr()
-    assert cli.main(["verify", output.url]) == cli.EXIT_NOT_VERIFIED
+    assert cli.main(["verify", output.url]) == 1
     assert shard.name in capsys.readouterr().out
 
 
@@ -155,7 +155,7 @@ def test_sweep_lists_what_lost_and_deletes_only_when_asked(tmp_path: Path, capsy
     assert set(before) - set(shards.iterdir()) == {shards / "u00000000.late.safetensors"}
     capsys.readouterr()
     assert cli.main(["sweep", output.url, "--delete"]) == 0
-    assert capsys.readouterr().out.startswith("0 shards")
+    assert capsys.readouterr().out.startswith("nothing to sweep")
 
 
 def test_strange_files_beside_the_commits_are_no_commits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +164,7 @@ def test_strange_files_beside_the_commits_are_no_commits(tmp_path: Path, capsys:
         (tmp_path / "out/commits" / name).write_text("")
     assert cli.main(["verify", output.url]) == 0
     assert cli.main(["sweep", output.url]) == 0
-    assert "0 shards" in capsys.readouterr().out
+    assert "nothing to sweep" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

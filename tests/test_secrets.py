@@ -158,12 +158,13 @@ def test_no_command_shows_a_credential_of_its_options(
 ) -> None:
     proxy.decide = lambda request: do
     options = {**KEYS, "endpoint": proxy.endpoint}
+    code = 3 if do is Do.EXPIRE else 2  # they may be renewed by the next try
     if command == "run":
         job = job_of(tmp_path, storage_options=options)
-        assert run.main(["--config", str(job)]) == 2
+        assert run.main(["--config", str(job)]) == code
     else:
         flags = [part for name, value in options.items() for part in ("--option", f"{name}={value}")]
-        assert cli.main([command, "s3://bucket/out", *flags]) in (1, 2)
+        assert cli.main([command, "s3://bucket/out", *flags]) == code
     out, err = capsys.readouterr()
     assert shown(out + err) == [] and "error: " in err
 

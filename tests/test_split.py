@@ -117,19 +117,20 @@ def test_a_run_goes_on_with_the_parts_of_a_unit_that_another_driver_split(
     prepared = run.Prepared(output.job, shape, (1, 3), store, Ledger(store), output.index, output.units, [])
     leased: list[list[str]] = []
 
-    def extract(_: run.Prepared, done: set[str], todo: list[Unit]) -> tuple[int, float]:
+    def extract(_: run.Prepared, done: set[str], todo: list[Unit], sofar: Any) -> None:
         leased.append([unit.unit for unit in todo])
         for unit in todo:
             if unit.unit == "u00000001":
                 split(output, unit)
             else:
                 commit_unit(output, unit)
-        return sum(unit.tokens for unit in todo), 1.0
 
     monkeypatch.setattr(run, "_extract", extract)
     if when == "before":
         split(output, output.units[1])
-    assert run._complete(prepared, rounds=False).totals.ok == 5
+    summary = run._complete(prepared, 0.0, rounds=False)
+    assert summary.totals is not None and summary.totals.ok == 5
+    assert (summary.units, summary.units_done) == (4, 4)
     parts = ["u00000001.0", "u00000001.1"]
     expected = [["u00000000", "u00000001", "u00000002"], parts]
     assert leased == (expected if when == "meanwhile" else [["u00000000", *parts, "u00000002"]])
@@ -156,7 +157,7 @@ def work(tmp_path: Path, ray_cluster: Any) -> Work:
 def test_a_row_that_kills_its_workers_is_found_and_the_others_are_stored(
     work: Work, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run.main(work.args()) == 3
+    assert run.main(work.args()) == 1
     assert "failed    1   (1 x engine_died)" in capsys.readouterr().out
     receipts = check_output(work, {1: WORKER_DIED})
     assert [receipt.unit for receipt in receipts] == ["u00000000.0", "u00000000.1", "u00000001"]
@@ -188,5 +189,5 @@ def test_workers_that_die_whatever_they_do_stop_the_run(
     work: Work, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(driver, "_WORKER_DEATHS_WITHOUT_A_ROW", 2)
-    assert run.main(work.args(f"engine.args.fatal_token={work.rows[2][0]}")) == 1
+    assert run.main(work.args(f"engine.args.fatal_token={work.rows[2][0]}")) == 3
     assert "2 workers died, and no row was extracted meanwhile: its actor died" in capsys.readouterr().err

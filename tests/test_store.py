@@ -1,6 +1,7 @@
 """One contract for every store, and what each backend needs on top."""
 
 import concurrent.futures
+import contextlib
 import errno
 import mmap
 import os
@@ -29,7 +30,7 @@ from ray_extract.errors import (
     Throttled,
     Verdict,
 )
-from ray_extract.store import LocalStore, ObjectInfo, Store, open_store, probe_create, put_once, translate
+from ray_extract.store import LocalStore, ObjectInfo, Store, open_store, outlast, probe_create, put_once, translate
 
 PART = 5 << 20  # the smallest that S3 takes
 
@@ -566,3 +567,29 @@ def test_translate_blanks_secrets_and_queries() -> None:
     error = ValueError("PUT /key?X-Amz-Security-Token=hunter%2F22 from http://me:hunter@proxy:1/ refused")
     text = str(translate(error, "s3://bucket/key", ["hunter/22"]))
     assert text.endswith("PUT /key?X-Amz-Security-Token=*** from http://proxy:1/ refused")
+
+
+def test_the_time_that_a_failing_store_took_is_told_whether_it_recovered_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+
+    class Stopped(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            clock[0] += timeout or 0.0
+            return False
+
+    monkeypatch.setattr(store_module.time, "monotonic", lambda: clock[0])
+    for failures, patience, error in ((0, 60, None), (3, 60, None), (9, 60, Throttled)):
+        lost: list[float] = []
+        left = iter([Throttled("slow down")] * failures)
+
+        def act(left: Iterator[Throttled] = left) -> str:
+            for failure in left:
+                raise failure
+            return "done"
+
+        clock[0] = 100.0
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            assert outlast(act, patience, Stopped(), "a test", lost.append) == "done"
+        assert lost == ([] if not failures else [clock[0] - 100.0]) and (not failures or lost[0] > 5)

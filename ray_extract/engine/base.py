@@ -60,7 +60,15 @@ class Engine(Protocol):
         """Ask for these requests to end early; they still get answers."""
 
 
-SIMULATED_ARGS = ("tokens_per_s", "max_input_tokens", "poison_token", "fatal_token", "reject_token", "nan_token")
+SIMULATED_ARGS = (
+    "tokens_per_s",
+    "max_input_tokens",
+    "poison_token",
+    "fatal_token",
+    "reject_token",
+    "nan_token",
+    "hang_token",
+)
 
 
 def check_simulated_args(args: Mapping[str, Any]) -> None:

@@ -258,7 +258,7 @@ class SGLangEngine:
         _check_entry_point()
         os.environ[CAPTURE_ENV] = str(folder)
         info = self.build()
-        await _handshake(folder, self._job.engine.start_timeout_s)
+        await _handshake(folder, self._job.engine.start_timeout())
         return info
 
     def build(self) -> EngineInfo:

@@ -49,7 +49,7 @@ def simulated_states(
 class SimulatedEngine:
     """Chunked prefill of made-up states. engine.args: `tokens_per_s`, `max_input_tokens`, `poison_token`
     (a prompt that holds this id kills the engine), `fatal_token` (kills the worker), `reject_token` (is rejected),
-    `nan_token` (gives NaN states).
+    `nan_token` (gives NaN states), `hang_token` (no pass runs any more, but what is rejected still gets its answer).
     """
 
     def __init__(self, job: Job) -> None:
@@ -61,6 +61,7 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
         self._progress = 0
+        self._hangs = False
 
     async def start(self, folder: Path) -> EngineInfo:
         """See base.Engine."""
@@ -94,6 +95,8 @@ class SimulatedEngine:
                 self._wake.clear()
                 await self._wake.wait()
             tokens = self._forward()
+            if self._hangs:
+                return
             rate = self._args.get("tokens_per_s")
             await asyncio.sleep(tokens / rate if rate else 0)
 
@@ -113,6 +116,9 @@ class SimulatedEngine:
             if self._args.get("fatal_token") in ids:
                 os.kill(os.getppid(), signal.SIGKILL)
                 signal.pause()  # until its guard or the kernel ends this process too
+            if self._args.get("hang_token") in ids:
+                self._hangs = True
+                return 0
             part = ids[self._progress : self._progress + room]
             rids.append(rid)
             prefixes.append(self._progress)
