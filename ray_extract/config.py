@@ -186,9 +186,11 @@ class RunConfig(_Section):
     address: str | None = None
     """Ray's address; absent means the running cluster if there is one, else a local one."""
     units_in_flight: int = Field(default=2, ge=2)
-    """Units an engine holds at once: one being extracted, the others flushing or waiting."""
+    """Units an engine holds at once, at least: one being extracted, the others flushing or waiting. Of units that take
+    it less than a second each it holds more, as many as fit into its arena beside one more."""
     arena_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Shared memory of each engine for shard images; what units_in_flight + 1 of the largest units need when absent."""
+    """Shared memory of each engine for shard images; when absent, what units_in_flight + 1 of the largest units need,
+    or up to 256 MiB for up to 17 of them if they are small."""
     max_attempts: PositiveInt = 3
     """Attempts at a unit before it is given up; if its worker dies each time, it is split, to find the row at fault.
     The last attempt then, and at least the second, is alone in its worker."""

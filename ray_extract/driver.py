@@ -1,29 +1,25 @@
 """The driver: leases units to workers, commits what they hand back, replaces what dies.
 
-Workers are Ray actors that Ray never restarts: a method that Ray runs a second time would extract twice, so the driver
-itself makes a new actor and leases the unit again under another attempt name.
+One thread decides, and acts on one event at a time: an answer of a worker, a commit that is done. What it does for an
+event does not grow with the number of workers or units.
 """
 
 import contextlib
 import dataclasses
+import functools
+import heapq
 import json
 import logging
-import math
-import os
+import queue
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
-
-import ray
-import ray.exceptions
-from ray._private.services import canonicalize_bootstrap_address
 
 from ray_extract.config import Job
 from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength
@@ -37,20 +33,21 @@ from ray_extract.errors import (
     StoreError,
     Verdict,
 )
+from ray_extract.fleet import Call, Death, Event, Launch, shortage
 from ray_extract.layout import PROGRESS_KEY, drive_key
-from ray_extract.leases import Fate, Lease, Leases
+from ray_extract.leases import Depth, Ending, Fate, Lease, Leases, Rate
 from ray_extract.ledger import Ledger
 from ray_extract.plan import halve, store_parts
 from ray_extract.progress import Snapshot
 from ray_extract.records import Receipt, Split, Unit
+from ray_extract.starts import Start, Starts
 from ray_extract.store import outlast
 from ray_extract.tally import Account, Cause, Tally
-from ray_extract.worker import Worker, WorkerSetup
+from ray_extract.worker import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
-_COMMITTERS = 8  # commits under way at once; one is a small PUT
-_WORKER_DEATHS_IN_A_ROW = 3  # workers that may fail to start, one after the other, before the run stops
+_COMMITTERS = 32  # commits under way at once; one is a small PUT, of 30 ms and more on S3
 # Workers of each engine that may die before another row is extracted. A row that kills workers takes max_attempts and
 # then one for each halving of its unit; more is no row's fault.
 _WORKER_DEATHS_WITHOUT_A_ROW = 30
@@ -58,36 +55,27 @@ _CAPACITY_NOTICE_S = 30.0
 _STOP_TIMEOUT_S = 30.0
 _STOP_STARTING_S = 3.0  # for workers that are not ready: one that waits for capacity never answers
 _RATE_WINDOW_S = 60.0  # a forward pass on a CPU takes longer than a progress line is apart
-_KNOCK_S = 10.0
-_LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
+_LOOK_S = 1.0  # between looks for stragglers
+_IDLE_S = 0.5  # between looks at the clock
 
 
 @dataclasses.dataclass(slots=True)
-class _Actor:
-    """A worker's actor as the driver sees it."""
-
-    handle: Any
-    started: Any  # ObjectRef of start(), until it is ready
-    ready: bool = False
-    asked: float = dataclasses.field(default_factory=time.monotonic)
-    leases: dict[Any, Lease] = dataclasses.field(default_factory=dict)
-    counters: dict[str, Any] = dataclasses.field(default_factory=dict)
-    poll: Any = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a drive did.
+class _Worker:
+    """A worker as the driver sees it.
 
     Args:
-        given_up: units without a commit, and why.
-        tokens: prompt tokens of the units committed by this drive.
-        seconds: from the first engine's being ready to the last commit.
+        number: of this worker; one that takes its place gets another.
+        engine: which of the engines it is, from 0.
     """
 
-    given_up: dict[str, str]
-    tokens: int
-    seconds: float
+    number: int
+    engine: int
+    ready: bool = False
+    asked: float = dataclasses.field(default_factory=lambda: time.monotonic())
+    leases: list[Lease] = dataclasses.field(default_factory=list)
+    rate: Rate = dataclasses.field(default_factory=Rate)
+    counters: dict[str, Any] = dataclasses.field(default_factory=dict)
+    polled: bool = False  # and has not answered yet
 
 
 class Driver:
@@ -98,6 +86,7 @@ class Driver:
         setup: what workers need.
         ledger: where commits go.
         todo: units without a commit.
+        launch: makes the fleet of workers.
         total_units, total_tokens, done_tokens: of the whole run, for progress.
     """
 
@@ -107,6 +96,7 @@ class Driver:
         setup: WorkerSetup,
         ledger: Ledger,
         todo: Sequence[Unit],
+        launch: Launch,
         *,
         total_units: int,
         total_tokens: int,
@@ -114,19 +104,25 @@ class Driver:
     ) -> None:
         self._job, self._setup, self._ledger = job, setup, ledger
         self._leases = Leases(todo, job.run.max_attempts)
+        # A worker's own job says what its arena holds, see run.images_at_once.
+        self._depth = Depth(job.run.units_in_flight, setup.extractor.job["run"]["units_in_flight"])
         self._nonce = secrets.token_hex(4)
         self.tally = Tally(time.monotonic())
         self._engines = min(job.engine.count, max(1, len(todo)))
-        self._actors: list[_Actor] = []
-        self._commits: dict[Future[bool], tuple[Lease, Receipt]] = {}
-        self._splits: dict[Future[tuple[Unit, ...]], tuple[Lease, str]] = {}
+        self._starts = Starts(self._engines)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._fleet = launch(lambda event: self._inbox.put(functools.partial(self._settle, event)))
+        self._workers: dict[int, _Worker] = {}
+        self._made = 0  # workers, so far
+        self._serving = 0  # workers that are ready
+        self._later: list[tuple[float, int]] = []  # engines that start again, and when; a heap
+        self._hungry: dict[int, None] = {}  # workers for which nothing was left, the longest waiting first
         self._committer = ThreadPoolExecutor(_COMMITTERS, thread_name_prefix="commit")
         self._drain = threading.Event()
         self._drain_since = 0.0
         self._ending = threading.Event()
         self._view: Future[None] | None = None  # progress on its way to the store
         self._failure: RayExtractError | None = None
-        self._dead_starts = 0
         self._deaths = 0  # of workers since a row was extracted
         self._gone_tokens = 0  # captured by workers that are gone
         self._gone_starts = 0
@@ -136,13 +132,13 @@ class Driver:
         self._committed_bytes = 0
         self._failed_rows = 0
         self._first_ready: float | None = None
-        self._last_commit: float | None = None
         self._last_tick = 0.0
+        self._last_look = 0.0
         self._history: deque[tuple[float, int]] = deque()  # (time, tokens captured) of the last _RATE_WINDOW_S
         self._notice = 0.0
 
-    def run(self) -> Outcome:
-        """Extract and commit every unit.
+    def run(self) -> dict[str, str]:
+        """Extract and commit every unit; returns those without a commit, and why.
 
         Raises:
             Drained: asked to stop; everything finished is committed.
@@ -151,7 +147,8 @@ class Driver:
         state = "failed"
         try:
             with self._signals():
-                self._actors = [self._new_actor() for _ in range(self._engines)]
+                for engine in range(self._engines):
+                    self._start(engine)
                 while not self._over():
                     self._step()
             state = self._end_state()
@@ -168,10 +165,7 @@ class Driver:
                 f"stopped on request with {self._before_units + self._leases.done} of {self._total_units} units "
                 "committed; run the same command again to go on"
             )
-        seconds = 0.0
-        if self._first_ready is not None and self._last_commit is not None:
-            seconds = self._last_commit - self._first_ready
-        return Outcome(dict(self._leases.given_up), self._committed_tokens, seconds)
+        return dict(self._leases.given_up)
 
     def account(self) -> Account:
         """What this drive did, so far."""
@@ -185,133 +179,163 @@ class Driver:
     def _over(self) -> bool:
         if self._leases.finished:
             return True
-        idle = not self._commits and not self._splits and not any(a.leases for a in self._actors)
-        if self._failure is not None or self._drain.is_set():
-            return idle or time.monotonic() - self._drain_since > self._job.run.drain_s
-        return False
+        if self._leasing:
+            return False
+        return not self._leases.leased or time.monotonic() - self._drain_since > self._job.run.drain_s
+
+    @property
+    def _leasing(self) -> bool:
+        """Whether workers get units, and new workers are made."""
+        return self._failure is None and not self._drain.is_set() and not self._ending.is_set()
 
     def _step(self) -> None:
-        if not self._drain.is_set() and self._failure is None:
-            self._lease()
-        waiting = [ref for a in self._actors for ref in (a.started, a.poll, *a.leases) if ref is not None]
-        if waiting:
-            done, _ = ray.wait(waiting, num_returns=1, timeout=0.5)
-            for ref in done:
-                self._settle(ref)
-        else:
-            time.sleep(0.05)
-        self._settle_commits()
-        self._settle_splits()
-        self._tick()
+        self._turn(_IDLE_S)
+        now = time.monotonic()
+        while self._later and self._later[0][0] <= now:
+            self._start(heapq.heappop(self._later)[1])
+        if now - self._last_look >= _LOOK_S:
+            self._last_look = now
+            self._lease_stragglers(now)
+        self._tick(now)
 
-    def _lease(self) -> None:
-        for actor in self._actors:
-            while actor.ready and len(actor.leases) < self._job.run.units_in_flight:
-                lease = self._leases.take(actor.leases.values())
-                if lease is None:
-                    break
-                attempt = f"{self._nonce}-{lease.number:02d}"
-                self.tally.leased(lease.unit.unit, time.monotonic())
-                actor.leases[actor.handle.extract.remote(lease.unit, attempt, lease.doomed)] = lease
-
-    def _settle(self, ref: Any) -> None:
-        actor = next((a for a in self._actors if ref in (a.started, a.poll) or ref in a.leases), None)
-        if actor is None:
-            return  # of an actor that was replaced in this very round
+    def _turn(self, timeout_s: float) -> bool:
+        """Act on the next event, if one comes in time."""
         try:
-            value = ray.get(ref)
-        except RayExtractError as error:
-            # Ray's stand-in for an error that a task raised carries the traceback as its text, and the error itself.
-            self._settle_error(actor, ref, getattr(error, "cause", error))
+            act = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        act()
+        return True
+
+    # Leases
+
+    def _feed(self, worker: _Worker) -> None:
+        """Give a worker what it has room for."""
+        while self._leasing and self._depth.room(worker.leases, worker.rate.tokens_per_s):
+            lease = self._leases.take(worker.leases, time.monotonic())
+            if lease is None:
+                self._hungry[worker.number] = None
+                return
+            self._extract(worker, lease)
+        self._hungry.pop(worker.number, None)
+
+    def _feed_hungry(self) -> None:
+        """Units came back: some worker may have been waiting for them."""
+        for number in list(self._hungry):
+            if not self._leases.pending:
+                return
+            self._feed(self._workers[number])
+
+    def _extract(self, worker: _Worker, lease: Lease) -> None:
+        worker.leases.append(lease)
+        self.tally.leased(lease.unit.unit, lease.attempt, time.monotonic())
+        self._fleet.extract(worker.number, lease, f"{self._nonce}-{lease.attempt}")
+
+    def _lease_stragglers(self, now: float) -> None:
+        if not self._leasing:
             return
-        except ray.exceptions.RayActorError as error:
-            # Died or only unavailable: either way its calls may have run, and the node may be gone without Ray's
-            # knowing yet. A new actor and new attempt names are right in every case.
-            self._replace(actor, f"its actor died: {_first_line(error)}", Cause.WORKER_DIED)
-            return
-        except ray.exceptions.RayError as error:
-            if ref == actor.poll:
-                actor.poll = None
-            else:
-                logger.exception("a worker failed in a way that it should not")
-                self._replace(actor, _first_line(error), Cause.WORKER_DIED)
-            return
-        if ref == actor.started:
-            actor.started, actor.ready, self._dead_starts = None, True, 0
-            self._first_ready = self._first_ready or time.monotonic()
-            self.tally.ready(id(actor), value["node"], value["start_s"], time.monotonic())
-            logger.info(
-                "engine ready after %.0f s: %s", time.monotonic() - actor.asked, value.get("version", "unknown")
-            )
-        elif ref == actor.poll:
-            actor.counters, actor.poll = value, None
-            self.tally.counted(id(actor), value)
+        idle = [worker for number in self._hungry if not (worker := self._workers[number]).leases]
+        for worker, lease in zip(idle, self._leases.take_stragglers(len(idle), now), strict=False):
+            logger.info("unit %s takes long and is extracted by another worker too", lease.unit.unit)
+            self._extract(worker, lease)
+
+    def _again(self, lease: Lease, reason: str, cause: Cause, ending: Ending = Ending.FAILED) -> None:
+        unit, attempt = lease.unit, lease.attempt
+        self.tally.failed(unit.unit, attempt, cause, time.monotonic())
+        fate = self._leases.give_back(lease, reason, ending)
+        if fate is Fate.NOTHING:
+            logger.info("unit %s, attempt %s failed, which another one makes up for: %s", unit.unit, attempt, reason)
+        elif fate is Fate.AGAIN:
+            logger.warning("unit %s, attempt %s failed and is leased again: %s", unit.unit, attempt, reason)
+            self._feed_hungry()
+        elif fate is Fate.SPLIT:
+            logger.warning("unit %s is split after attempt %s: %s", unit.unit, attempt, reason)
+            future = self._committer.submit(self._split, unit, reason)
+            self._when_done(future, functools.partial(self._settle_split, lease, reason, future))
+        elif fate is Fate.DOOMED:
+            logger.error("unit %s: its row is recorded as failed after attempt %s: %s", unit.unit, attempt, reason)
+            self._feed_hungry()
         else:
-            lease = actor.leases.pop(ref)
-            self._commits[self._committer.submit(self._commit, value)] = (lease, value)
+            logger.error("unit %s is given up after attempt %s: %s", unit.unit, attempt, reason)
 
-    def _commit(self, receipt: Receipt) -> bool:
-        what = f"committing {receipt.unit}"
-        patience = self._job.output.outage_s
-        return outlast(lambda: self._ledger.commit(receipt), patience, self._ending, what, self.tally.outage)
+    # Events
 
-    def _settle_error(self, actor: _Actor, ref: Any, error: RayExtractError) -> None:
-        if ref == actor.poll:
-            actor.poll = None
-            return
-        if ref == actor.started:
-            if isinstance(error, ArenaError | CaptureRefused | ConfigError):
-                self._stop(error)
-                actor.started = None
-            else:
-                self._replace(actor, str(error), Cause.NOT_STARTED)
+    def _when_done(self, future: "Future[Any]", act: Callable[[], None]) -> None:
+        future.add_done_callback(lambda _: self._inbox.put(act))
+
+    def _settle(self, event: Event) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is None:
+            return  # it was replaced meanwhile
+        call, error = event.call, event.error
+        if error is not None and self._ending.is_set():
+            # It fails because it is stopped, which is no fault of the units that are in it.
+            if call is Call.STOP or isinstance(error, Death):
+                self._forget(worker)
+        elif call is Call.POLL or call is Call.STOP:
+            worker.polled = False
+            worker.counters = event.value or worker.counters
+            self.tally.counted(worker.number, worker.counters)
+            if call is Call.STOP:
+                self._forget(worker)
+            elif isinstance(error, Death):
+                self._replace(worker, error, _cause(error))
+        elif isinstance(call, Lease):
+            self._settle_lease(worker, call, event.value, error)
+        elif error is None:
+            self._settle_start(worker, event.value)
+        else:
+            self._start_failed(worker, error)
+
+    def _settle_lease(
+        self, worker: _Worker, lease: Lease, receipt: Receipt, error: RayExtractError | Death | None
+    ) -> None:
+        if isinstance(error, Death):
+            self._replace(worker, error, _cause(error))
             return
         if isinstance(error, EngineError):
-            self._replace(actor, str(error), Cause.ENGINE_FAILED)
+            self._replace(worker, Death(str(error)), Cause.ENGINE_FAILED)
             return
-        lease = actor.leases.pop(ref)
+        worker.leases.remove(lease)
+        now = time.monotonic()
+        if error is None:
+            worker.rate.add(lease.unit.tokens, now)
+            if self._leases.receive(lease, now):
+                future = self._committer.submit(self._commit, receipt)
+                self._when_done(future, functools.partial(self._settle_commit, lease, receipt, future))
+            else:
+                self.tally.overtaken(lease.unit.unit, lease.attempt, now)
+                logger.info("%s came too late and stays for ray-extract sweep", receipt.key)
+        else:
+            self._attempt_failed(lease, error, str(error))
+        self._feed(worker)
+
+    def _attempt_failed(self, lease: Lease, error: RayExtractError, reason: str) -> None:
         if error.verdict is Verdict.STOP:
             self._leases.refund(lease)
             self._stop(error)
         else:
-            self._again(lease, str(error), Cause.STORE_FAILED)
+            self._again(lease, reason, Cause.STORE_FAILED)
 
-    def _settle_commits(self) -> None:
-        for future in [f for f in self._commits if f.done()]:
-            lease, receipt = self._commits.pop(future)
-            try:
-                won = future.result()
-            except StoreError as error:
-                if error.verdict is Verdict.STOP:
-                    self._leases.refund(lease)
-                    self._stop(error)
-                else:
-                    # The shard is there under this attempt's name; without a commit it counts for nothing.
-                    self._again(lease, f"its commit failed: {error}", Cause.STORE_FAILED)
-                continue
-            # Lost to another driver's commit or won: the unit is committed.
-            self.tally.committed(receipt, won, time.monotonic())
-            self._leases.complete(lease)
-            self._last_commit = time.monotonic()
-            self._committed_tokens += lease.unit.tokens
-            self._committed_bytes += receipt.size
-            self._failed_rows += len(receipt.failures)
-            if receipt.tokens:
-                self._deaths = 0
+    def _commit(self, receipt: Receipt) -> bool:
+        what, patience = f"committing {receipt.unit}", self._job.output.outage_s
+        return outlast(lambda: self._ledger.commit(receipt), patience, self._ending, what, self.tally.outage)
 
-    def _again(self, lease: Lease, reason: str, cause: Cause, died: bool = False) -> None:
-        unit, number = lease.unit, lease.number
-        self.tally.failed(unit.unit, cause, time.monotonic())
-        fate = self._leases.give_back(lease, reason, died)
-        if fate is Fate.AGAIN:
-            logger.warning("unit %s, attempt %d failed and is leased again: %s", unit.unit, number, reason)
-        elif fate is Fate.SPLIT:
-            logger.warning("unit %s is split after %d attempts: %s", unit.unit, number, reason)
-            self._splits[self._committer.submit(self._split, unit, reason)] = lease, reason
-        elif fate is Fate.DOOMED:
-            logger.error("unit %s: its row is recorded as failed after %d attempts: %s", unit.unit, number, reason)
-        else:
-            logger.error("unit %s is given up after %d attempts: %s", unit.unit, number, reason)
+    def _settle_commit(self, lease: Lease, receipt: Receipt, future: "Future[bool]") -> None:
+        try:
+            won = future.result()
+        except StoreError as error:
+            # The shard is there under this attempt's name; without a commit it counts for nothing.
+            self._attempt_failed(lease, error, f"its commit failed: {error}")
+            return
+        # Lost to another driver's commit or won: the unit is committed.
+        self._leases.complete(lease)
+        self.tally.committed(receipt, lease.attempt, won, time.monotonic())
+        self._committed_tokens += lease.unit.tokens
+        self._committed_bytes += receipt.size
+        self._failed_rows += len(receipt.failures)
+        if receipt.tokens:
+            self._deaths = 0
 
     def _split(self, unit: Unit, reason: str) -> tuple[Unit, ...]:
         """Commit a unit as split; returns its parts, or none if the whole was committed meanwhile."""
@@ -326,65 +350,87 @@ class Driver:
 
         return outlast(split, self._job.output.outage_s, self._ending, f"splitting {unit.unit}")
 
-    def _settle_splits(self) -> None:
-        for future in [f for f in self._splits if f.done()]:
-            lease, reason = self._splits.pop(future)
-            try:
-                parts = future.result()
-            except RayExtractError as error:
-                self._again(lease, f"{reason}; it could not be split: {error}", Cause.STORE_FAILED)
-                continue
-            if parts:
-                self._leases.split(lease, parts)
-                self._total_units += len(parts) - 1
-            else:
-                self._leases.complete(lease)
+    def _settle_split(self, lease: Lease, reason: str, future: "Future[tuple[Unit, ...]]") -> None:
+        try:
+            parts = future.result()
+        except RayExtractError as error:
+            self._again(lease, f"{reason}; it could not be split: {error}", Cause.STORE_FAILED)
+            return
+        if parts:
+            self._leases.split(lease, parts)
+            self._total_units += len(parts) - 1
+            self._feed_hungry()
+        else:
+            self._leases.complete(lease)
 
-    def _replace(self, actor: _Actor, reason: str, cause: Cause) -> None:
-        """Give back an actor's units and make a new actor in its place."""
-        self.tally.replaced(cause if actor.started is None else Cause.NOT_STARTED)
-        if actor.started is not None:
-            self._dead_starts += 1
-            if self._dead_starts >= _WORKER_DEATHS_IN_A_ROW:
-                actor.started = None
-                self._stop(EngineError(f"{self._dead_starts} workers in a row did not start: {reason}"))
-                return
-        elif self._failure is None:
+    # Workers
+
+    def _start(self, engine: int) -> None:
+        if self._leasing:
+            worker = _Worker(self._made, engine)
+            self._made += 1
+            self._workers[worker.number] = worker
+            self.tally.asked(worker.number, worker.asked)
+            self._fleet.start(worker.number)
+
+    def _settle_start(self, worker: _Worker, info: dict[str, Any]) -> None:
+        worker.ready = True
+        self._serving += 1
+        self._starts.ready(worker.engine)
+        now = time.monotonic()
+        self._first_ready = self._first_ready or now
+        self.tally.ready(worker.number, info["node"], info["start_s"], now)
+        logger.info("engine ready after %.0f s: %s", now - worker.asked, info.get("version", "unknown"))
+        self._feed(worker)
+
+    def _start_failed(self, worker: _Worker, error: RayExtractError | Death) -> None:
+        self._forget(worker)
+        if not self._leasing:
+            return
+        self.tally.replaced(Cause.NOT_STARTED)
+        engine = worker.engine
+        if isinstance(error, Death) and error.node_left:
+            logger.warning("the node of an engine that started is gone; it waits for another: %s", error.reason)
+            heapq.heappush(self._later, (time.monotonic() + self._starts.pause_s(engine), engine))
+            return
+        reason = error.reason if isinstance(error, Death) else str(error)
+        final = error if isinstance(error, ArenaError | CaptureRefused | ConfigError) else None
+        then = self._starts.failed(engine, self._serving, final is not None)
+        if then is Start.STOP:
+            self._stop(final or EngineError(f"no engine starts: {reason}"))
+        elif then is Start.AGAIN:
+            pause = self._starts.pause_s(engine)
+            logger.warning("an engine did not start, and is started again in %.0f s: %s", pause, reason)
+            heapq.heappush(self._later, (time.monotonic() + pause, engine))
+        else:
+            logger.error("an engine did not start again and again; the run goes on without it: %s", reason)
+
+    def _replace(self, worker: _Worker, death: Death, cause: Cause) -> None:
+        """Give back a worker's units and make a new one in its place."""
+        if not worker.ready:
+            self._start_failed(worker, death)
+            return
+        if self._failure is None and not death.node_left:
             self._deaths += 1
             if self._deaths >= _WORKER_DEATHS_WITHOUT_A_ROW * self._engines:
-                self._stop(EngineError(f"{self._deaths} workers died, and no row was extracted meanwhile: {reason}"))
-        logger.warning("a worker is replaced: %s", reason)
-        for lease in actor.leases.values():
-            self._again(lease, reason, cause, died=True)
-        self._forget(actor)
-        if self._failure is None and not self._drain.is_set():
-            self._actors.append(self._new_actor())
+                died = f"{self._deaths} workers died, and no row was extracted meanwhile"
+                self._stop(EngineError(f"{died}: {death.reason}"))
+        logger.warning("a worker is replaced: %s", death.reason)
+        self.tally.replaced(cause)
+        self._forget(worker)
+        for lease in worker.leases:
+            self._again(lease, death.reason, cause, Ending.NODE_LEFT if death.node_left else Ending.DIED)
+        self._start(worker.engine)
 
-    def _forget(self, actor: _Actor) -> None:
-        self._gone_tokens += actor.counters.get("tokens_captured", 0)
-        self._gone_starts += actor.counters.get("engine_starts", 1)
-        self.tally.counted(id(actor), actor.counters)
-        self.tally.gone(id(actor), time.monotonic())
-        ray.kill(actor.handle)
-        self._actors.remove(actor)
-
-    def _new_actor(self) -> _Actor:
-        job = self._job
-        handle = (
-            ray.remote(Worker)
-            .options(
-                num_gpus=job.num_gpus,
-                num_cpus=job.engine.cpus,
-                max_restarts=0,
-                max_task_retries=0,
-                # each unit in flight, start or stop, and progress
-                max_concurrency=job.run.units_in_flight + 2,
-            )
-            .remote(self._setup)
-        )
-        actor = _Actor(handle, handle.start.remote())
-        self.tally.asked(id(actor), time.monotonic())
-        return actor
+    def _forget(self, worker: _Worker) -> None:
+        self._gone_tokens += worker.counters.get("tokens_captured", 0)
+        self._gone_starts += worker.counters.get("engine_starts", 1)
+        self._serving -= worker.ready
+        self.tally.counted(worker.number, worker.counters)
+        self.tally.gone(worker.number, time.monotonic())
+        self._fleet.kill(worker.number)
+        del self._workers[worker.number]
+        self._hungry.pop(worker.number, None)
 
     def _stop(self, error: RayExtractError) -> None:
         if self._failure is None:
@@ -392,18 +438,31 @@ class Driver:
             self._drain_since = time.monotonic()
             logger.error("the run stops; units in flight may finish")
 
-    def _tick(self) -> None:
-        now = time.monotonic()
+    def _stop_workers(self) -> None:
+        for worker in self._workers.values():
+            self._fleet.stop(worker.number)
+        began = time.monotonic()
+        while self._workers:
+            patience = _STOP_TIMEOUT_S if self._serving else _STOP_STARTING_S
+            if not self._turn(max(0.0, began + patience - time.monotonic())):
+                break
+        for worker in list(self._workers.values()):
+            self._forget(worker)
+
+    # Views
+
+    def _tick(self, now: float) -> None:
         if now - self._last_tick < self._job.run.progress_s:
             return
-        for actor in self._actors:
-            if actor.ready and actor.poll is None:
-                actor.poll = actor.handle.progress.remote()
+        for worker in self._workers.values():
+            if worker.ready and not worker.polled:
+                worker.polled = True
+                self._fleet.poll(worker.number)
         self._last_tick = now
         self._history.append((now, self._captured()))
         while now - self._history[0][0] > _RATE_WINDOW_S:
             self._history.popleft()
-        if any(a.ready for a in self._actors):
+        if self._serving:
             logger.info(self._snapshot().line())
         self._say_capacity(now)
         if self._view is None or self._view.done():  # a store that does not answer must not hold up the leases
@@ -411,26 +470,18 @@ class Driver:
             self._view = self._committer.submit(self._write_view, *texts)
 
     def _say_capacity(self, now: float) -> None:
-        late = [a for a in self._actors if not a.ready and now - a.asked > _CAPACITY_NOTICE_S]
+        late = [now - w.asked for w in self._workers.values() if not w.ready and now - w.asked > _CAPACITY_NOTICE_S]
         if not late or now - self._notice < _CAPACITY_NOTICE_S:
             return
         self._notice = now
-        need = {"GPU": self._job.num_gpus, "CPU": self._job.engine.cpus}
-        free, have = ray.available_resources(), ray.cluster_resources()
-        wants = ", ".join(f"{amount:g} {name}" for name, amount in need.items() if amount)
-        if all(free.get(name, 0) >= amount for name, amount in need.items()):
-            logger.info("%d engines are still starting, after %.0f s", len(late), now - min(a.asked for a in late))
-            return
-        shown = ", ".join(f"{free.get(name, 0):g} of {have.get(name, 0):g} {name}" for name in need)
-        logger.info(
-            "%d engines are starting or wait for capacity: each needs %s on one node; free in the cluster: %s",
-            len(late),
-            wants,
-            shown,
-        )
+        missing = shortage(self._fleet.need, self._fleet.nodes())
+        if missing is None:
+            logger.info("%d of %d engines are still starting, after %.0f s", len(late), self._engines, max(late))
+        else:
+            logger.info("%d of %d engines are starting or wait for capacity: %s", len(late), self._engines, missing)
 
     def _captured(self) -> int:
-        return self._gone_tokens + sum(int(a.counters.get("tokens_captured", 0)) for a in self._actors)
+        return self._gone_tokens + sum(int(w.counters.get("tokens_captured", 0)) for w in self._workers.values())
 
     def _rate(self) -> float:
         if len(self._history) < 2:
@@ -439,7 +490,7 @@ class Driver:
         return max(0, captured - before) / (now - then)
 
     def _snapshot(self) -> Snapshot:
-        starts = self._gone_starts + sum(a.counters.get("engine_starts", 1) for a in self._actors)
+        starts = self._gone_starts + sum(w.counters.get("engine_starts", 1) for w in self._workers.values())
         return Snapshot(
             units=self._total_units,
             units_done=self._before_units + self._leases.done,
@@ -450,10 +501,10 @@ class Driver:
             tokens_captured=self._captured(),
             bytes_committed=self._committed_bytes,
             engines=self._engines,
-            engines_ready=sum(a.ready for a in self._actors),
+            engines_ready=self._serving,
             restarts=max(0, starts - self._engines),
-            arena_used=sum(a.counters.get("arena_used", 0) for a in self._actors),
-            arena_bytes=self._setup.extractor.arena_bytes * len(self._actors),
+            arena_used=sum(w.counters.get("arena_used", 0) for w in self._workers.values()),
+            arena_bytes=self._setup.extractor.arena_bytes * len(self._workers),
             elapsed_s=round(time.monotonic() - self._first_ready, 1) if self._first_ready else 0.0,
             tokens_per_s=round(self._rate(), 1),
         )
@@ -471,20 +522,6 @@ class Driver:
         except StoreError as error:
             # Only a view: the run goes on without it.
             logger.warning("progress could not be written: %s", error)
-
-    def _stop_workers(self) -> None:
-        stops = {actor.handle.stop.remote(): actor for actor in self._actors}
-        ready = [ref for ref, actor in stops.items() if actor.ready]
-        if ready:
-            ray.wait(ready, num_returns=len(ready), timeout=_STOP_TIMEOUT_S)
-        if stops:
-            done, _ = ray.wait(list(stops), num_returns=len(stops), timeout=_STOP_STARTING_S)
-            for ref in done:
-                # One that died has left the counters of its last poll.
-                with contextlib.suppress(RayExtractError, ray.exceptions.RayError):
-                    stops[ref].counters = ray.get(ref)
-        for actor in list(self._actors):
-            self._forget(actor)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -512,61 +549,5 @@ class Driver:
                 signal.signal(number, handler)
 
 
-def connect(job: Job) -> None:
-    """Connect to the Ray cluster of the job, or to the running one, or start a local one.
-
-    Raises:
-        ConfigError: run.address (or RAY_ADDRESS) names no cluster that lets us in.
-    """
-    if ray.is_initialized():
-        return
-    address = _running_cluster(job.run.address or os.environ.get("RAY_ADDRESS"))
-    if address is not None:
-        try:
-            ray.init(address=address, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
-            raise ConfigError(
-                f"run.address = {address!r}: {_first_line(error)}; is it a Ray head of this version, and if it asks "
-                "for a token, are RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set?"
-            ) from None
-        return
-    cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=_LOCAL_OBJECT_STORE,
-        logging_level=logging.WARNING,
-    )
-
-
-def _running_cluster(named: str | None) -> str | None:
-    """host:port of the cluster that is named, or of the running one; None to start a local one.
-
-    Knocks before Ray does: Ray tries an address where nobody listens for five minutes, and then ends the process.
-    """
-    if named == "local":
-        return None
-    if named is not None and "://" in named:
-        raise ConfigError(f"run.address = {named!r}: give host:port of the head node (Ray's own port is 6379)")
-    try:
-        address = canonicalize_bootstrap_address(named or "auto")
-    except (ValueError, OSError):  # a ConnectionError is an OSError: no cluster runs here
-        address = None
-    if address is None:
-        if named is not None:
-            raise ConfigError(f"run.address = {named!r}: no Ray cluster there; give host:port, or local to start one")
-        return None
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
-    except (OSError, ValueError) as error:
-        if named is not None:
-            raise ConfigError(f"run.address = {named!r}: no Ray cluster answers there: {error}") from None
-        logger.warning("the last Ray cluster of this machine, %s, does not answer; starting a local one", address)
-        return None
-    return str(address)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _cause(death: Death) -> Cause:
+    return Cause.NODE_LEFT if death.node_left else Cause.WORKER_DIED

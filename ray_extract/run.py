@@ -9,6 +9,9 @@ of the store, engines that do not start, a defect.
 import argparse
 import contextlib
 import dataclasses
+import functools
+import heapq
+import itertools
 import json
 import logging
 import platform
@@ -68,6 +71,8 @@ logger = logging.getLogger(__name__)
 
 _ROW_TABLE_BYTES = 256  # of an image, for each row, beside 37 for each state; see shards.image
 _IMAGE_HEADER_BYTES = 64 << 10
+_SMALL_ARENA = 256 << 20
+_MOST_AT_ONCE = 16  # images in an arena; each takes up to 3 MiB of control pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -303,22 +308,25 @@ def _sum_up(
 
 def _extract(prepared: Prepared, done: set[str], todo: list[Unit], sofar: _Sofar) -> None:
     # Ray and torch take seconds to import, and a mistake in the job file should not wait for it.
-    from ray_extract.driver import Driver, connect
+    from ray_extract.driver import Driver
+    from ray_extract.ray_fleet import RayFleet, connect
 
     connect(prepared.job)
+    setup = _worker_setup(prepared, todo)
     before = [unit for unit in (*prepared.units, *prepared.retries) if unit.unit in done]
     done_tokens = sum(unit.tokens for unit in before)
     driver = Driver(
         prepared.job,
-        _worker_setup(prepared, todo),
+        setup,
         prepared.ledger,
         todo,
+        functools.partial(RayFleet, setup),
         total_units=len(before) + len(todo),
         total_tokens=done_tokens + sum(unit.tokens for unit in todo),
         done_tokens=done_tokens,
     )
     try:
-        given_up = driver.run().given_up
+        given_up = driver.run()
     finally:
         account = driver.account()
         sofar.drives += account
@@ -339,15 +347,19 @@ def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
     from ray_extract.worker import WorkerSetup
 
     job, shape = prepared.job, prepared.shape
+    arena_bytes = job.run.arena_bytes or arena_size(todo, job.run.units_in_flight)
+    # For a worker these are the most; how many of them it gets the driver decides.
+    in_flight = {"units_in_flight": images_at_once(todo, job.run.units_in_flight, arena_bytes)}
+    workers_job = job.model_copy(update={"run": job.run.model_copy(update=in_flight)})
     return WorkerSetup(
         extractor=ExtractorSetup(
-            job=job.model_dump(mode="json"),
+            job=workers_job.model_dump(mode="json"),
             boundaries=prepared.boundaries,
             dtype=TORCH_TO_CODE[shape.dtype],
             hidden=shape.hidden,
             num_layers=shape.num_layers,
             vocab_size=shape.vocab_size,
-            arena_bytes=job.run.arena_bytes or arena_size(todo, job.run.units_in_flight),
+            arena_bytes=arena_bytes,
             log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
             fingerprint=shape.fingerprint,
         ),
@@ -365,9 +377,23 @@ def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
 
 
 def arena_size(units: Sequence[Unit], units_in_flight: int) -> int:
-    """Shared memory for the largest units in flight and one more, so that the engine never waits for a flush."""
-    largest = sorted((image_bound(unit) for unit in units), reverse=True)[: units_in_flight + 1]
-    return sum(largest)
+    """Shared memory for the largest units in flight and one more, so that the engine never waits for a flush.
+
+    Of small units, which take less time than it takes to store and lease one, for more of them.
+    """
+    sizes = list(itertools.accumulate(_largest(units, units_in_flight)))
+    small = [size for size in sizes if size <= _SMALL_ARENA]
+    return max(sizes[: units_in_flight + 1][-1:] + small[-1:], default=0)
+
+
+def images_at_once(units: Sequence[Unit], units_in_flight: int, arena_bytes: int) -> int:
+    """The largest units that an arena holds beside another one; units_in_flight at least."""
+    fit = sum(size <= arena_bytes for size in itertools.accumulate(_largest(units, units_in_flight)))
+    return max(units_in_flight, fit - 1)
+
+
+def _largest(units: Sequence[Unit], units_in_flight: int) -> list[int]:
+    return heapq.nlargest(max(units_in_flight, _MOST_AT_ONCE) + 1, map(image_bound, units))
 
 
 def image_bound(unit: Unit) -> int:

@@ -17,12 +17,13 @@ class Cause(enum.StrEnum):
     """Why an attempt at a unit failed, or a worker or an engine was replaced."""
 
     WORKER_DIED = "worker died"
+    NODE_LEFT = "node left"
     NOT_STARTED = "worker did not start"
     ENGINE_FAILED = "engine failed for good, or its states were damaged"
     ENGINE_DIED = "engine died"  # and its worker started another one
     ENGINE_STALLED = "engine stalled"
     STORE_FAILED = "store failed"
-    OVERTAKEN = "another driver was first"
+    OVERTAKEN = "another attempt was first"  # another driver's, or our own second one
 
 
 class Loss(enum.StrEnum):
@@ -146,7 +147,7 @@ class Tally:
         self._last_commit: float | None = None
         self._over = False
         self._workers: dict[int, _Worker] = {}
-        self._leased: dict[str, float] = {}
+        self._leased: dict[tuple[str, str], float] = {}
         self._sums: Counter[str] = Counter()
         self._retries: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
@@ -179,26 +180,30 @@ class Tally:
         """A worker is replaced."""
         self._restarts[cause] += 1
 
-    def leased(self, unit: str, now: float) -> None:
+    def leased(self, unit: str, attempt: str, now: float) -> None:
         """An attempt at a unit begins."""
-        self._leased[unit] = now
+        self._leased[unit, attempt] = now
 
-    def failed(self, unit: str, cause: Cause, now: float) -> None:
+    def failed(self, unit: str, attempt: str, cause: Cause, now: float) -> None:
         """It failed."""
         self.failures[unit] = cause
         self._retries[cause] += 1
-        self._throw_away(unit, now)
+        self._throw_away(unit, attempt, now)
 
-    def committed(self, receipt: Receipt, won: bool, now: float) -> None:
+    def overtaken(self, unit: str, attempt: str, now: float) -> None:
+        """It did not fail, but another one was first."""
+        self._retries[Cause.OVERTAKEN] += 1
+        self._throw_away(unit, attempt, now)
+
+    def committed(self, receipt: Receipt, attempt: str, won: bool, now: float) -> None:
         """The unit is committed: by this attempt, or by another driver's."""
         self._last_commit = now
         self.failures.pop(receipt.unit, None)
         self._lost[Loss.EXTENTS] += receipt.seconds.get("wait", 0.0)
         if not won:
-            self._retries[Cause.OVERTAKEN] += 1
-            self._throw_away(receipt.unit, now)
+            self.overtaken(receipt.unit, attempt, now)
             return
-        del self._leased[receipt.unit]
+        del self._leased[receipt.unit, attempt]
         self._sums.update(units=1, tokens=receipt.tokens, nbytes=receipt.size, rows_failed=len(receipt.failures))
         node = receipt.environment.get("node", "unknown")
         self._nodes[node] = self._nodes.get(node, NodeAccount()) + NodeAccount(units=1, tokens=receipt.tokens)
@@ -206,8 +211,8 @@ class Tally:
     def ended(self, now: float) -> None:
         """The drive is over; attempts under way come to nothing."""
         self._over = True
-        for unit in list(self._leased):
-            self._throw_away(unit, now)
+        for unit, attempt in list(self._leased):
+            self._throw_away(unit, attempt, now)
 
     def outage(self, seconds: float) -> None:
         """The driver waited for the store."""
@@ -240,8 +245,8 @@ class Tally:
         end = self._last_commit if self._over and self._last_commit is not None else now
         return max(0.0, end - self._first_ready)
 
-    def _throw_away(self, unit: str, now: float) -> None:
-        self._lost[Loss.ATTEMPTS] += now - self._leased.pop(unit, now)
+    def _throw_away(self, unit: str, attempt: str, now: float) -> None:
+        self._lost[Loss.ATTEMPTS] += now - self._leased.pop((unit, attempt), now)
 
     @staticmethod
     def _add(

@@ -1,7 +1,7 @@
 """Whole runs on a store, workers and drivers that fail by a seeded schedule; no Ray, no engine, no real time.
 
 What runs is the product: run.run and run.retry_failed, and under them Driver, Leases, Ledger, the plan and Worker,
-which flushes real images. In place of what they stand on are: for Ray, actors whose calls are fibers; for the
+which flushes real images. In place of what they stand on are: for Ray, a fleet whose calls are fibers; for the
 extractor, one that fills images from a table of known states; for the store, a dictionary; for clocks, events, locks
 and thread pools, those of the simulation. A fiber is a thread that runs only while all others wait. Which one is next
 is drawn at operations on the store, and so are the faults: a seed says everything that happens.
@@ -10,7 +10,8 @@ is drawn at operations on the store, and so are the faults: a seed says everythi
     a listing breaks off, or lacks what was written last
     a process ends between two operations: a driver, or a worker, whose last answer may be lost with it
     a worker that its driver took for dead, or whose driver died, goes on for a while
-    a receipt comes twice; a run is asked to drain; orphans are swept meanwhile
+    an engine is slow, and its unit may be leased twice; a receipt comes twice
+    a run is asked to drain; orphans are swept meanwhile
     rows that are rejected, and rows that kill their worker, until some retry round or for ever
 
 The rules are checked while it goes on (an object never changes, a commit names an object that is there) and, after a
@@ -22,10 +23,12 @@ last run that nothing disturbs, against plain tables by a reader that shares no 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
 import logging
+import queue
 import random
 import re
 import sys
@@ -33,18 +36,29 @@ import threading
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any
 from unittest import mock
 
-import clusters  # noqa: F401 - before ray
 import numpy as np
 import plain_reader
-import ray.exceptions
 
-from ray_extract import driver, extractor, ledger, plan, run, segments, store, verify, worker
+from ray_extract import (
+    driver,
+    extractor,
+    fleet,
+    leases,
+    ledger,
+    plan,
+    ray_fleet,
+    run,
+    segments,
+    store,
+    verify,
+    worker,
+)
 from ray_extract.capture.digest import digest_ids, digest_tokens
 from ray_extract.config import Job
 from ray_extract.dataset import prepared
@@ -111,15 +125,15 @@ class Process:
 class Ref:
     """The result of a call of an actor."""
 
-    def __init__(self) -> None:
-        self.done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
+    def __init__(self, then: Callable[[Any, Any], None]) -> None:
+        self._then = then
+        self._done = False
 
-    def settle(self, value: Any = None, error: BaseException | None = None) -> None:
+    def settle(self, value: Any = None, error: Any = None) -> None:
         """The first result counts."""
-        if not self.done:
-            self.done, self.value, self.error = True, value, error
+        if not self._done:
+            self._done = True
+            self._then(value, error)
 
 
 class Fiber:
@@ -168,7 +182,7 @@ def draw_world(draw: random.Random) -> World:
         {
             "model": {"path": "made-up"},
             "dataset": {"paths": ["made-up"]},
-            "engine": {"kind": "simulated", "device": "cpu", "count": draw.randint(1, 2)},
+            "engine": {"kind": "simulated", "device": "cpu", "count": draw.randint(1, 3)},
             "capture": {"boundaries": [1], "keep": draw.choice(("all", "supervised"))},
             "output": {
                 "url": URL,
@@ -181,7 +195,7 @@ def draw_world(draw: random.Random) -> World:
         }
     )
     kinds = ("before", "lost", "late", "read", "break", "lag", "die", "stop", "engine", "drain")
-    rates = {kind: draw.choice((0.0, 0.02, 0.08)) for kind in kinds} | {"echo": 0.1}
+    rates = {kind: draw.choice((0.0, 0.02, 0.08)) for kind in kinds} | {"echo": 0.1, "slow": 0.2}
     return World(
         job, [made_row(row, row in skipped) for row in range(count)], rejected, fatal, rates, draw.randint(2, 40),
         draw.choice((1, 2, 2)),
@@ -375,7 +389,7 @@ class Simulation:
         process.dead = True
         self.counts["deaths"] += 1
         for ref in process.refs:
-            ref.settle(error=ray.exceptions.RayActorError())
+            ref.settle(error=gone(self))
         for child in process.children:
             self.leave(child)
 
@@ -384,7 +398,7 @@ class Simulation:
         if process.dead or process.steps_left is not None:
             return
         for ref in process.refs:
-            ref.settle(error=ray.exceptions.RayActorError())
+            ref.settle(error=gone(self))
         process.steps_left = self.draw.choice((0, 0, 5, 40))
 
 
@@ -534,6 +548,8 @@ class Extractor:
         """As the true one's."""
         sim, world, keep = self._sim, self._sim.world, metadata["keep"]
         number = round_of_unit(metadata["unit"]) or 0
+        if sim.fault("slow"):
+            sim.wait(timeout=100.0)
         layout = lay_out(table, COLUMNS, metadata)
         buffer = memoryview(bytearray(layout.nbytes))
         write_table(layout, table, buffer)
@@ -578,70 +594,88 @@ class Extractor:
 
 
 class Actors:
-    """What the driver uses of Ray."""
+    """A fleet whose workers are processes of the simulation."""
 
-    exceptions = ray.exceptions
+    need: Mapping[str, float] = {}
 
-    def __init__(self, sim: Simulation) -> None:
-        self._sim = sim
+    def __init__(self, sim: Simulation, setup: Any, post: Callable[[fleet.Event], None]) -> None:
+        self._sim, self._setup, self._post = sim, setup, post
+        self._workers: dict[int, tuple[Process, worker.Worker]] = {}
 
-    def remote(self, cls: type) -> Any:
-        """An actor's class."""
+    def start(self, number: int) -> None:
+        """See fleet.Fleet."""
+        owner = self._sim.process
+        assert owner is not None
+        self._workers[number] = Process(owner), worker.Worker(self._setup)
+        self._ask(number, fleet.Call.START, "start")
 
-        def make(setup: Any) -> Any:
-            sim = self._sim
-            owner = sim.process
-            assert owner is not None
-            process, made = Process(owner), cls(setup)
+    def extract(self, number: int, lease: leases.Lease, attempt: str) -> None:
+        """See fleet.Fleet."""
+        self._sim.counts["second leases"] += lease.second
+        self._ask(number, lease, "extract", lease.unit, attempt, lease.doomed)
 
-            def method(name: str) -> Any:
-                return types.SimpleNamespace(remote=lambda *args: self._call(process, getattr(made, name), args))
+    def poll(self, number: int) -> None:
+        """See fleet.Fleet."""
+        self._ask(number, fleet.Call.POLL, "progress")
 
-            names = ("start", "stop", "progress", "extract")
-            return types.SimpleNamespace(process=process, **{name: method(name) for name in names})
+    def stop(self, number: int) -> None:
+        """See fleet.Fleet."""
+        self._ask(number, fleet.Call.STOP, "stop")
 
-        return types.SimpleNamespace(options=lambda **_: types.SimpleNamespace(remote=make))
+    def kill(self, number: int) -> None:
+        """Its node may be out of reach, so that it goes on."""
+        self._sim.leave(self._workers.pop(number)[0])
 
-    def _call(self, process: Process, method: Callable[..., Any], args: Sequence[Any]) -> Ref:
-        sim, ref = self._sim, Ref()
-        process.refs.append(ref)
+    def nodes(self) -> list[fleet.Node]:
+        """None."""
+        return []
+
+    def _ask(self, number: int, call: fleet.Call | leases.Lease, method: str, *args: Any) -> None:
+        sim = self._sim
+        process, made = self._workers[number]
+
+        def post(value: Any, error: Any) -> None:
+            self._post(fleet.Event(number, call, value, error))
+
+        ref = Ref(post)
         if process.dead or process.steps_left is not None:
-            ref.settle(error=ray.exceptions.RayActorError())
-            return ref
+            ref.settle(error=gone(sim))
+            return
+        process.refs.append(ref)
 
         def answer(value: Any, error: Any) -> None:
             sim.point()  # where it may die with its work done
-            ref.settle(value, error)
-            if method.__name__ == "extract" and error is None and sim.fault("echo"):
+            ref.settle(
+                value, error if error is None or isinstance(error, RayExtractError) else fleet.Death(repr(error))
+            )
+            if method == "extract" and error is None and sim.fault("echo"):
                 again = Ledger(sim.objects)
                 sim.spawn(Process(), lambda: again.commit(value), lambda value, error: None)
 
-        sim.spawn(process, lambda: method(*args), answer)
-        return ref
+        sim.spawn(process, lambda: getattr(made, method)(*args), answer)
 
-    def wait(self, refs: Sequence[Ref], num_returns: int, timeout: float) -> tuple[list[Ref], list[Ref]]:
-        """Up to num_returns that are done."""
-        sim = self._sim
-        sim.wait(lambda: sum(ref.done for ref in refs) >= num_returns, timeout)
-        done = [ref for ref in refs if ref.done]
-        sim.draw.shuffle(done)
-        return done[:num_returns], done[num_returns:] + [ref for ref in refs if not ref.done]
 
-    def get(self, ref: Ref) -> Any:
-        """Its value, or its error raised."""
-        if ref.error is not None:
-            raise ref.error
-        return ref.value
+def gone(sim: Simulation) -> fleet.Death:
+    """How a worker is lost; sometimes with its node."""
+    return fleet.Death("its actor died", node_left=sim.draw.random() < 0.3)
 
-    def kill(self, handle: Any) -> None:
-        """Its node may be out of reach, so that it goes on."""
-        self._sim.leave(handle.process)
 
-    def available_resources(self) -> dict[str, float]:
-        """None."""
-        return {}
+class Inbox:
+    """queue.SimpleQueue among fibers, in any order."""
 
-    cluster_resources = available_resources
+    def __init__(self, sim: Simulation) -> None:
+        self._sim = sim
+        self._items: list[Any] = []
+
+    def put(self, item: Any) -> None:
+        """As of SimpleQueue."""
+        self._items.append(item)
+
+    def get(self, timeout: float) -> Any:
+        """As of SimpleQueue."""
+        if not self._sim.wait(lambda: bool(self._items), timeout):
+            raise queue.Empty
+        return self._items.pop(self._sim.draw.randrange(len(self._items)))
 
 
 class Event:
@@ -746,11 +780,12 @@ def in_place(sim: Simulation) -> Iterator[None]:
         main_thread=threading.main_thread,
     )
     here: list[tuple[Any, str, Any]] = [
-        (driver, "ray", Actors(sim)),
+        (driver, "queue", types.SimpleNamespace(SimpleQueue=lambda: Inbox(sim), Empty=queue.Empty)),
+        (ray_fleet, "RayFleet", functools.partial(Actors, sim)),
+        (ray_fleet, "connect", lambda _: None),
         (driver, "time", clock),
         (driver, "threading", threads),
         (driver, "ThreadPoolExecutor", lambda *_, **__: Pool(sim)),
-        (driver, "connect", lambda _: None),
         (driver, "Driver", Recorded),
         (driver, "secrets", types.SimpleNamespace(token_hex=name)),
         (store, "secrets", types.SimpleNamespace(token_hex=name)),

@@ -209,6 +209,19 @@ def test_killed_engine_host_costs_its_worker_nothing(
     assert (this["restarts"], this["retries"]) == ({"engine died": 1}, {})
 
 
+def test_units_of_an_engine_that_hangs_are_extracted_by_another_one_in_the_end(
+    tmp_path: Path, address: str, no_leftovers: Callable[[Work], list[int]]
+) -> None:
+    work = make_work(tmp_path, make_rows(12), address, engine=paced(150, count=2), output=SINGLY)
+    with running(work.job()) as result:
+        host, _ = no_leftovers(work, 2)
+        until(work.commits, "the first commit")
+        os.kill(host, signal.SIGSTOP)
+        assert result.result(WAIT_S).totals.ok == 12  # engine.stall_timeout_s is ten minutes
+    check_output(work)
+    assert "01b" in attempts(work).values()
+
+
 def test_run_goes_on_another_node_when_its_own_is_lost(
     tmp_path: Path, ray_cluster: Any, no_leftovers: Callable[[Work], list[int]]
 ) -> None:
@@ -397,7 +410,9 @@ def test_resources_that_no_node_has_are_named_while_the_run_waits(
     monkeypatch.setattr(driver, "_CAPACITY_NOTICE_S", 0.5)
     caplog.set_level(logging.INFO)
     work = make_work(tmp_path, make_rows(3), address, engine={"cpus": 1000})
-    notice = "1 engines are starting or wait for capacity: each needs 1000 CPU on one node"
+    notice = (
+        "1 of 1 engines are starting or wait for capacity: no node has 1000 CPU: the most CPU of a node is 2, of 1 node"
+    )
 
     def stop() -> None:
         with contextlib.suppress(AssertionError):
@@ -408,7 +423,7 @@ def test_resources_that_no_node_has_are_named_while_the_run_waits(
     began = time.monotonic()
     assert run.main(work.args()) == 3
     assert time.monotonic() - began < WAIT_S / 4
-    assert notice in caplog.text and "2 CPU" in caplog.text
+    assert notice in caplog.text
 
 
 @pytest.mark.s3

@@ -7,7 +7,7 @@ from schedules import run_schedule, trace
 
 SCHEDULES = range(240)
 AT_ONCE = 40
-KINDS = ("before", "lost", "late", "read", "break", "lag", "die", "stop", "engine", "echo", "drain")
+KINDS = ("before", "lost", "late", "read", "break", "lag", "die", "stop", "engine", "slow", "echo", "drain")
 
 
 @pytest.mark.parametrize("first", SCHEDULES[::AT_ONCE])

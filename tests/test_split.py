@@ -172,12 +172,11 @@ def test_a_row_that_kills_its_workers_is_found_and_the_others_are_stored(
 def test_a_run_that_was_killed_after_a_split_goes_on_with_the_parts(
     work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(self: driver.Driver) -> None:
-        if any(future.done() for future in self._splits):
-            raise KeyboardInterrupt
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(driver.Driver, "_settle_splits", killed)
+        patch.setattr(driver.Driver, "_settle_split", killed)
         run.run(work.job())
     assert "u00000000.0" in {unit.unit for unit in run.prepare_run(work.job()).units}
     assert run.run(work.job("engine.args.fatal_token=-1")).totals.ok == 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from simulated import make_rows, make_work
 
-from ray_extract import driver, run
+from ray_extract import driver, ray_fleet, run
 from ray_extract.errors import (
     AccessDenied,
     ArenaError,
@@ -167,12 +167,12 @@ def test_units_given_up_are_an_outage_if_only_the_store_failed(
 ) -> None:
     units = [f"u{number:08d}" for number in range(len(causes))]
 
-    def drive(self: driver.Driver) -> driver.Outcome:
+    def drive(self: driver.Driver) -> dict[str, str]:
         for unit, cause in zip(units, causes, strict=True):
-            self.tally.failed(unit, cause, 0.0)
-        return driver.Outcome(dict.fromkeys(units, "made up"), 0, 0.0)
+            self.tally.failed(unit, "01", cause, 0.0)
+        return dict.fromkeys(units, "made up")
 
-    monkeypatch.setattr(driver, "connect", lambda _: None)
+    monkeypatch.setattr(ray_fleet, "connect", lambda _: None)
     monkeypatch.setattr(driver.Driver, "run", drive)
     assert run.main(make_work(tmp_path, make_rows(4)).args()) == code
     summary = json.loads((tmp_path / "out/summary.json").read_text())

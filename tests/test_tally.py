@@ -32,8 +32,8 @@ def test_two_engines_are_counted_by_node_and_at_their_own_times() -> None:
     tally.ready(1, "a", start_s=8.0, now=110.0)
     tally.ready(2, "b", start_s=9.0, now=130.0)
     for number, (node, now) in enumerate([("a", 120.0), ("a", 140.0), ("b", 150.0)]):
-        tally.leased(f"u{number}", now - 5)
-        tally.committed(receipt(f"u{number}", node, failed=number, wait=0.5), True, now)
+        tally.leased(f"u{number}", "01", now - 5)
+        tally.committed(receipt(f"u{number}", node, failed=number, wait=0.5), "01", True, now)
     account = tally.account(150.0)
     assert (account.wall_s, account.serving_s) == (50.0, 40.0)
     assert (account.units, account.tokens, account.nbytes, account.rows_failed) == (3, 300, 3000, 3)
@@ -50,16 +50,16 @@ def test_what_fails_is_counted_under_its_cause_with_the_time_since_its_lease() -
     tally = Tally(0.0)
     tally.asked(1, 0.0)
     tally.ready(1, "a", 0.0, 0.0)
-    tally.leased("u0", 1.0)
-    tally.failed("u0", Cause.WORKER_DIED, 4.0)
-    tally.failed("u0", Cause.STORE_FAILED, 5.0)  # it could not be split either, which took no lease
-    tally.leased("u0", 5.0)
-    tally.leased("u1", 5.0)
+    tally.leased("u0", "01", 1.0)
+    tally.failed("u0", "01", Cause.WORKER_DIED, 4.0)
+    tally.failed("u0", "01", Cause.STORE_FAILED, 5.0)  # it could not be split either, which took no lease
+    tally.leased("u0", "02", 5.0)
+    tally.leased("u1", "01", 5.0)
     tally.replaced(Cause.WORKER_DIED)
     assert tally.failures == {"u0": Cause.STORE_FAILED}
-    tally.committed(receipt("u0"), True, 6.0)
-    tally.committed(receipt("u1"), False, 7.0)
-    tally.leased("u2", 7.0)
+    tally.committed(receipt("u0"), "02", True, 6.0)
+    tally.committed(receipt("u1"), "01", False, 7.0)
+    tally.leased("u2", "01", 7.0)
     tally.outage(2.5)
     assert Loss.ATTEMPTS in tally.account(8.0).lost_s and tally.account(8.0).lost_s[Loss.ATTEMPTS] == 3.0 + 2.0
     tally.ended(9.0)
@@ -68,6 +68,17 @@ def test_what_fails_is_counted_under_its_cause_with_the_time_since_its_lease() -
     assert account.restarts == {Cause.WORKER_DIED: 1}
     assert account.lost_s == {Loss.ATTEMPTS: 3.0 + 2.0 + 2.0, Loss.OUTAGES: 2.5}
     assert account.units == 1 and not tally.failures
+
+
+def test_of_two_attempts_at_once_only_the_second_one_home_is_thrown_away() -> None:
+    tally = Tally(0.0)
+    tally.leased("u0", "01", 1.0)
+    tally.leased("u0", "01b", 20.0)
+    tally.committed(receipt("u0"), "01b", True, 24.0)
+    tally.overtaken("u0", "01", 31.0)
+    account = tally.account(31.0)
+    assert account.units == 1 and account.retries == {Cause.OVERTAKEN: 1}
+    assert account.lost_s == {Loss.ATTEMPTS: 30.0} and not tally.failures
 
 
 def test_a_worker_counts_by_its_last_word_whether_it_is_there_or_gone() -> None:

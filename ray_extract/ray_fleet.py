@@ -1,0 +1,174 @@
+"""Workers as Ray actors, one each, and the cluster that they run in.
+
+Ray never restarts them: a method that Ray runs a second time would extract twice, so the driver itself makes a new
+worker and leases its units again under other attempt names.
+
+An actor's GPUs are all of one node, by Ray's own rule, and it waits until a node has them free: a placement group of
+one bundle would ask for the same, and would be a second thing to wait for and to remove (docs/architecture.md).
+"""
+
+import functools
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray._private.services import canonicalize_bootstrap_address
+from ray._private.state import available_resources_per_node
+
+from ray_extract.config import Job
+from ray_extract.errors import ConfigError, RayExtractError
+from ray_extract.fleet import Call, Death, Event, Node
+from ray_extract.leases import Lease
+from ray_extract.worker import Worker, WorkerSetup
+
+logger = logging.getLogger(__name__)
+
+_KNOCK_S = 10.0
+_LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
+
+
+class RayFleet:
+    """See fleet.Fleet.
+
+    Answers come by callback: to wait for a list of references costs Ray the length of the list for each that is done.
+
+    Args:
+        setup: what workers need.
+        post: takes the events.
+    """
+
+    def __init__(self, setup: WorkerSetup, post: Callable[[Event], None]) -> None:
+        self._setup, self._post = setup, post
+        job = Job.model_validate(setup.extractor.job)
+        self.need: Mapping[str, float] = {"GPU": float(job.num_gpus), "CPU": job.engine.cpus}
+        self._actor = ray.remote(Worker).options(
+            num_gpus=job.num_gpus,
+            num_cpus=job.engine.cpus,
+            max_restarts=0,
+            max_task_retries=0,
+            # each unit in flight, start or stop, and progress
+            max_concurrency=job.run.units_in_flight + 2,
+        )
+        self._handles: dict[int, Any] = {}
+
+    def start(self, worker: int) -> None:
+        """See fleet.Fleet."""
+        handle = self._handles[worker] = self._actor.remote(self._setup)
+        self._ask(worker, Call.START, handle.start.remote())
+
+    def extract(self, worker: int, lease: Lease, attempt: str) -> None:
+        """See fleet.Fleet."""
+        self._ask(worker, lease, self._handles[worker].extract.remote(lease.unit, attempt, lease.doomed))
+
+    def poll(self, worker: int) -> None:
+        """See fleet.Fleet."""
+        self._ask(worker, Call.POLL, self._handles[worker].progress.remote())
+
+    def stop(self, worker: int) -> None:
+        """See fleet.Fleet."""
+        self._ask(worker, Call.STOP, self._handles[worker].stop.remote())
+
+    def kill(self, worker: int) -> None:
+        """See fleet.Fleet."""
+        ray.kill(self._handles.pop(worker))
+
+    def nodes(self) -> Sequence[Node]:
+        """See fleet.Fleet."""
+        free = available_resources_per_node()
+        return [
+            Node(node["NodeName"], node["Resources"], free.get(node["NodeID"], {}))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+
+    def _ask(self, worker: int, call: Call | Lease, ref: Any) -> None:
+        ref.future().add_done_callback(functools.partial(self._answer, worker, call))
+
+    def _answer(self, worker: int, call: Call | Lease, future: "Future[Any]") -> None:
+        """Runs in a thread of Ray's."""
+        error = future.exception()
+        if error is None:
+            self._post(Event(worker, call, future.result()))
+        else:
+            self._post(Event(worker, call, error=translate(error)))
+
+
+def translate(error: BaseException) -> RayExtractError | Death:
+    """What Ray raises for a call, in the driver's terms."""
+    if isinstance(error, RayExtractError):
+        # Ray's stand-in for an error that a task raised carries the traceback as its text, and the error itself.
+        cause: RayExtractError = getattr(error, "cause", error)
+        return cause
+    if isinstance(error, ray.exceptions.RayActorError):
+        # Died or only unavailable: either way its calls may have run, and a new worker and new attempt names are right.
+        # Unavailable is what Ray says of an actor on a node that is gone, until it knows that, 14 to 65 s later.
+        left = isinstance(error, ray.exceptions.ActorUnavailableError) or "its node has died" in str(error)
+        return Death(f"its actor died: {_first_line(error)}", left)
+    logger.error("a worker failed in a way that it should not", exc_info=error)
+    return Death(_first_line(error))
+
+
+def connect(job: Job) -> None:
+    """Connect to the Ray cluster of the job, or to the running one, or start a local one.
+
+    Raises:
+        ConfigError: run.address (or RAY_ADDRESS) names no cluster that lets us in.
+    """
+    if ray.is_initialized():
+        return
+    address = _running_cluster(job.run.address or os.environ.get("RAY_ADDRESS"))
+    if address is not None:
+        try:
+            ray.init(address=address, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+            raise ConfigError(
+                f"run.address = {address!r}: {_first_line(error)}; is it a Ray head of this version, and if it asks "
+                "for a token, are RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set?"
+            ) from None
+        return
+    cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=_LOCAL_OBJECT_STORE,
+        logging_level=logging.WARNING,
+    )
+
+
+def _running_cluster(named: str | None) -> str | None:
+    """host:port of the cluster that is named, or of the running one; None to start a local one.
+
+    Knocks before Ray does: Ray tries an address where nobody listens for five minutes, and then ends the process.
+    """
+    if named == "local":
+        return None
+    if named is not None and "://" in named:
+        raise ConfigError(f"run.address = {named!r}: give host:port of the head node (Ray's own port is 6379)")
+    try:
+        address = canonicalize_bootstrap_address(named or "auto")
+    except (ValueError, OSError):  # a ConnectionError is an OSError: no cluster runs here
+        address = None
+    if address is None:
+        if named is not None:
+            raise ConfigError(f"run.address = {named!r}: no Ray cluster there; give host:port, or local to start one")
+        return None
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_S).close()
+    except (OSError, ValueError) as error:
+        if named is not None:
+            raise ConfigError(f"run.address = {named!r}: no Ray cluster answers there: {error}") from None
+        logger.warning("the last Ray cluster of this machine, %s, does not answer; starting a local one", address)
+        return None
+    return str(address)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
