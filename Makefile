@@ -4,7 +4,7 @@ VENV := $(abspath $(or $(RAY_EXTRACT_VENV),.venv))
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo drafter test test-fast acceptance versions lint clean
+.PHONY: help setup demo drafter test test-fast acceptance versions faults lint clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,6 +33,9 @@ acceptance: setup ## What we export, read and trained on by SpecForge and specul
 versions: setup ## The truth tests in every SGLang that is let in, each in an environment of its own; for every night (40 minutes on 2 cores)
 	$(BIN)/python tests/version_suite.py
 	$(BIN)/python benchmarks/tables.py
+
+faults: setup ## Two hundred runs on a Ray cluster whose processes are killed, stopped and cut off; for every night (4 hours on 2 cores)
+	$(BIN)/python tests/ray_faults.py --count 200
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .

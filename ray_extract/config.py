@@ -120,7 +120,8 @@ class EngineConfig(_Section):
     start_timeout_s: float | None = Field(default=None, gt=0)
     """Give up on an engine that is not ready after this many seconds; when absent, see start_timeout."""
     stall_timeout_s: float = Field(default=600, gt=0)
-    """Restart an engine that has rows in flight but captures no token for this many seconds."""
+    """Restart an engine that has rows in flight but captures no token for this many seconds, and replace a worker that
+    does not answer for as long."""
 
     def start_timeout(self, weight_bytes: int = 0) -> float:
         """Seconds that an engine gets to be ready: 900, and one for each 200 MB of weights, unless the job says it.

@@ -66,6 +66,7 @@ class _Worker:
     Args:
         number: of this worker; one that takes its place gets another.
         engine: which of the engines it is, from 0.
+        polled: when it was asked for its counters and has not answered yet; else None.
     """
 
     number: int
@@ -75,7 +76,7 @@ class _Worker:
     leases: list[Lease] = dataclasses.field(default_factory=list)
     rate: Rate = dataclasses.field(default_factory=Rate)
     counters: dict[str, Any] = dataclasses.field(default_factory=dict)
-    polled: bool = False  # and has not answered yet
+    polled: float | None = None
 
 
 class Driver:
@@ -273,7 +274,7 @@ class Driver:
             if call is Call.STOP or isinstance(error, Death):
                 self._forget(worker)
         elif call is Call.POLL or call is Call.STOP:
-            worker.polled = False
+            worker.polled = None
             worker.counters = event.value or worker.counters
             self.tally.counted(worker.number, worker.counters)
             if call is Call.STOP:
@@ -454,9 +455,14 @@ class Driver:
     def _tick(self, now: float) -> None:
         if now - self._last_tick < self._job.run.progress_s:
             return
-        for worker in self._workers.values():
-            if worker.ready and not worker.polled:
-                worker.polled = True
+        silence = self._job.engine.stall_timeout_s
+        for worker in list(self._workers.values()):
+            if worker.polled is not None and now - worker.polled > silence:
+                # Of a process that hangs Ray says nothing, as long as its node answers.
+                reason = f"it did not answer for {silence:.0f} s (engine.stall_timeout_s)"
+                self._replace(worker, Death(reason), Cause.SILENT)
+            elif worker.ready and worker.polled is None:
+                worker.polled = now
                 self._fleet.poll(worker.number)
         self._last_tick = now
         self._history.append((now, self._captured()))

@@ -18,6 +18,7 @@ class Cause(enum.StrEnum):
 
     WORKER_DIED = "worker died"
     NODE_LEFT = "node left"
+    SILENT = "worker did not answer"
     NOT_STARTED = "worker did not start"
     ENGINE_FAILED = "engine failed for good, or its states were damaged"
     ENGINE_DIED = "engine died"  # and its worker started another one

@@ -12,7 +12,7 @@ import itertools
 import queue
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 from unittest import mock
@@ -157,13 +157,18 @@ def make_units(*tokens: int) -> list[Unit]:
     return [Unit(f"u{i:08d}", i, i + 1, 1, count, count, 8 * count) for i, count in enumerate(tokens)]
 
 
-def make_job(engines: int, **run: Any) -> Job:
-    """A job of so many engines."""
+def make_job(engines: int, engine: Mapping[str, Any] = types.MappingProxyType({}), **run: Any) -> Job:
+    """A job of so many engines.
+
+    Args:
+        engines: how many.
+        engine, run: fields of these sections.
+    """
     return Job.model_validate(
         {
             "model": {"path": "made-up"},
             "dataset": {"paths": ["made-up"]},
-            "engine": {"kind": "simulated", "device": "cpu", "count": engines},
+            "engine": {"kind": "simulated", "device": "cpu", "count": engines, **engine},
             "output": {"url": "made-up", "format": "raw"},
             "run": run,
         }
@@ -255,7 +260,7 @@ class Drive:
     Args:
         units, engines, change: see Engines.
         most: units that an arena holds.
-        run: fields of the job's section.
+        run, engine: fields of the job's sections.
     """
 
     units: list[Unit]
@@ -263,10 +268,11 @@ class Drive:
     change: Callable[[int, Call | Lease, Answer], Answer] = lambda engine, call, answer: answer
     most: int = 2
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.time, self.commits = VirtualTime(), Commits()
-        job = make_job(len(self.engines), **self.run)
+        job = make_job(len(self.engines), self.engine, **self.run)
         tokens = sum(unit.tokens for unit in self.units)
         with self.time.in_driver():
             self.driver = driver.Driver(

@@ -191,6 +191,17 @@ def test_units_of_a_worker_that_died_go_to_those_that_wait() -> None:
     assert drive().serving_s < 8
 
 
+def test_a_worker_that_answers_nothing_any_more_is_replaced() -> None:
+    def hang(_: int, call: Call | Lease, answer: Answer) -> Answer:
+        silent = drive.driver._made == 1 and drive.time.now > BEGAN + 20
+        return (NEVER, None) if silent and call is not Call.START else answer
+
+    drive = Drive(make_units(*[1000] * 8), [Engine()], hang, engine={"stall_timeout_s": 60})
+    account = drive()
+    assert account.restarts == {"worker did not answer": 1} and len(drive.commits.receipts) == 8
+    assert 60 < account.serving_s < 80 + 60 + 30 + 10  # it is asked every five seconds
+
+
 def test_an_engine_that_died_does_not_count_as_one_that_serves() -> None:
     def die(engine: int, call: Call | Lease, answer: Answer) -> Answer:
         if isinstance(call, Lease):

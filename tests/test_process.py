@@ -224,6 +224,17 @@ def test_children_that_outlive_the_host_are_reaped_with_it(arena: Arena, tmp_pat
         assert session_pids(engine.pid) == []
 
 
+@pytest.mark.parametrize("line", [b'{"event": "answ', b'{"event": "answer"}\n', b"\xff\xfe\n", b"[]\n"])
+def test_a_line_that_cannot_be_read_is_the_hosts_end(arena: Arena, tmp_path: Path, line: bytes) -> None:
+    """A host that is killed may leave half a line. If that ended the reader, no answer and no death would ever come."""
+    code = f"{READY}sys.stdin.readline()\nos.write(1, {line!r})\nos.close(1)\ntime.sleep(97)"
+    with engine_process(arena, tmp_path, stub(code)) as engine:
+        engine.wait_ready(20)
+        with pytest.raises(EngineDied, match="exit code -9"):
+            engine.submit("row", 0, 1).result(20)
+        assert not engine.alive and session_pids(engine.pid) == []
+
+
 def test_a_host_that_dies_while_starting_shows_the_end_of_its_log(arena: Arena, tmp_path: Path) -> None:
     code = "print('line', *range(3), sep='\\n', file=sys.stderr)\nraise SystemExit('no such weights')"
     with engine_process(arena, tmp_path, stub(code)) as engine:

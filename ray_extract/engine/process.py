@@ -165,6 +165,7 @@ class EngineProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log_fd,
                 text=True,
+                errors="replace",
                 start_new_session=True,
                 env={**os.environ, **self._env},
             )
@@ -181,7 +182,12 @@ class EngineProcess:
             self._process.stdin.write(json.dumps({"job": self._job, "folder": str(self._folder)}) + "\n")
             self._process.stdin.flush()
         for line in self._process.stdout or ():
-            self._receive(json.loads(line))
+            try:
+                self._receive(json.loads(line))
+            except Exception:
+                # A host that is killed may leave half a line. Whatever it is, what waits here must learn of an end.
+                logger.exception("the engine host said what cannot be read: %.200r", line)
+                kill_session(self.pid)
         code = self._process.wait()
         kill_session(self._process.pid)
         for path in (*list(self._shm_files), *semaphores(self._folder)):
