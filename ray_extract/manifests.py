@@ -24,6 +24,7 @@ from ray_extract.model import HUB_NAME, ModelShape, describe_model
 from ray_extract.plan import show_bytes
 from ray_extract.presets import apply_preset
 from ray_extract.records import Unit
+from ray_extract.staging import is_url
 
 Object = dict[str, Any]
 
@@ -84,7 +85,8 @@ def checked(job: Job, model_folder: str | None) -> tuple[Job, ModelShape]:
     Raises:
         ConfigError: names the field, its value and the way out.
     """
-    if model_folder is None and not HUB_NAME.match(job.model.path) and not Path(job.model.path).is_dir():
+    elsewhere = is_url(job.model.path) or HUB_NAME.match(job.model.path)
+    if model_folder is None and not elsewhere and not Path(job.model.path).is_dir():
         raise ConfigError(
             f"model.path = {job.model.path!r}: not on this machine; name a folder with the model's config.json by "
             "--model-config"
@@ -119,7 +121,8 @@ def arena_bound(job: Job, shape: ModelShape) -> int:
     rows = job.output.max_rows
     tokens = kept if job.capture.keep == "all" else rows * longest
     unit = Unit(unit="", first=0, end=rows, rows=rows, tokens=tokens, kept=kept, nbytes=nbytes)
-    return run.arena_size([unit] * (job.run.units_in_flight + 1), job.run.units_in_flight)
+    bound = run.arena_size([unit] * (job.run.units_in_flight + 1), job.run.units_in_flight)
+    return max(bound, run.SMALL_ARENA)
 
 
 def sizes(job: Job, shape: ModelShape) -> Sizes:
@@ -465,6 +468,9 @@ def _config_map(job: Job) -> Object:
 def job_file(job: Job) -> Object:
     """The job as the pods read it: what was set, with the preset carried out, and nothing about Kubernetes."""
     sections: Object = job.model_dump(mode="json", exclude_unset=True, exclude={"kubernetes"})
+    if is_url(job.model.path):
+        # A pod's home is in its image, where there is no room for weights.
+        sections["model"] = {"cache_dir": f"{CACHE}/models", **sections["model"]}
     capture = {**sections.get("capture", {})}
     if capture.pop("preset", None) is not None:
         capture.pop("draft_config", None)
@@ -506,14 +512,14 @@ def _check_places(job: Job) -> None:
     for field, paths in local.items():
         for path in paths:
             hub = field in ("model.path", "model.tokenizer") and path is not None and HUB_NAME.match(path)
-            if path is None or "://" in path or hub:
+            if path is None or is_url(path) or hub:
                 continue
             if mount_of(path) is None:
                 raise ConfigError(
                     f"{field} = {path!r}: no pod has it; name an absolute path below a mount of kubernetes.volumes"
                     + (", or an object store" if field in ("dataset.paths", "output.url") else "")
                 )
-    if "://" not in job.output.url:
+    if not is_url(job.output.url):
         volume = mounts[mount_of(job.output.url) or ""]
         if volume.claim is None or volume.read_only:
             raise ConfigError(
@@ -525,6 +531,7 @@ def _check_places(job: Job) -> None:
 def _check_secrets(job: Job) -> None:
     """Raises ConfigError for what looks like a secret, since anybody who sees the manifests would read it."""
     for field, values in (
+        ("model.storage_options", job.model.storage_options),
         ("dataset.storage_options", job.dataset.storage_options),
         ("output.storage_options", job.output.storage_options),
         ("engine.env", job.engine.env),

@@ -71,7 +71,8 @@ logger = logging.getLogger(__name__)
 
 _ROW_TABLE_BYTES = 256  # of an image, for each row, beside 37 for each state; see shards.image
 _IMAGE_HEADER_BYTES = 64 << 10
-_SMALL_ARENA = 256 << 20
+SMALL_ARENA = 256 << 20
+"""Up to this many bytes an arena holds more units than it must, if they are small; see arena_size."""
 _MOST_AT_ONCE = 16  # images in an arena; each takes up to 3 MiB of control pages
 
 
@@ -382,7 +383,7 @@ def arena_size(units: Sequence[Unit], units_in_flight: int) -> int:
     Of small units, which take less time than it takes to store and lease one, for more of them.
     """
     sizes = list(itertools.accumulate(_largest(units, units_in_flight)))
-    small = [size for size in sizes if size <= _SMALL_ARENA]
+    small = [size for size in sizes if size <= SMALL_ARENA]
     return max(sizes[: units_in_flight + 1][-1:] + small[-1:], default=0)
 
 

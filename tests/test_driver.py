@@ -124,7 +124,7 @@ def test_run_stores_every_row_and_a_second_run_has_nothing_to_do(
     assert (summary["state"], summary["exit_code"], summary["units_done"]) == ("complete", 0, 5)
     assert (summary["rows"]["ok"], summary["rows"]["tokens"]) == (9, tokens)
     (node,) = summary["this_run"]["nodes"].values()
-    assert (node["engines"], node["units"], node["tokens"]) == (2, 5, tokens) and node["tokens_per_s"] > 0
+    assert 1 <= node["engines"] <= 2 and (node["units"], node["tokens"]) == (5, tokens) and node["tokens_per_s"] > 0
     assert summary["all_runs"]["tokens"] == summary["this_run"]["tokens"] == tokens
     assert not summary["this_run"]["retries"] and summary["this_run"]["lost_s"]["engine starts"] > 0
     assert cli.main(["status", work.url]) == 0

@@ -438,6 +438,7 @@ def test_a_job_that_pods_cannot_run_is_refused_by_name(overrides: list[str], nam
         "output.storage_options={aws_sse_kms_key_id: abc}",
         "engine.env={TOKENIZERS_PARALLELISM: 'false'}",
         "model.path=Qwen/Qwen3-8B",
+        "model.path=s3://models/Qwen3-8B",
     ],
 )
 def test_what_is_no_secret_and_no_place_is_let_in(override: str) -> None:
@@ -456,6 +457,16 @@ def test_the_job_file_is_the_job_without_what_is_for_kubernetes(tmp_path: Path) 
     there = load_job(path)
     assert there == job.model_copy(update={"kubernetes": there.kubernetes})
     assert "kubernetes" not in manifests.job_file(job)
+
+
+def test_weights_from_a_store_are_copied_to_the_cache_and_not_into_a_pods_image() -> None:
+    def cached(*overrides: str) -> str | None:
+        found: str | None = manifests.job_file(checked(*overrides)[0])["model"].get("cache_dir")
+        return found
+
+    assert cached("model.path=s3://models/Qwen3-8B") == "/cache/models"
+    assert cached("model.path=s3://models/Qwen3-8B", "model.cache_dir=/models") == "/models"
+    assert cached() is None
 
 
 def test_a_preset_is_carried_out_before_the_pods_read_the_job() -> None:

@@ -92,7 +92,6 @@ def test_the_figures_of_the_page_for_kubernetes_are_those_of_the_code() -> None:
     assert f"`run.drain_s` + {manifests.STOP_S + manifests.LEAVE_S} s" in text
     assert f"`kubernetes.retries` times ({KubernetesConfig().retries})" in text
     assert f"Ray {manifests.RAY_VERSION} " in text
-    assert f"{manifests.JOB_FOLDER}/job.yaml" in text
     pins = (ROOT / "deploy/gpu/requirements.txt").read_text()
     assert re.findall(r"SGLang ([\d.]+) ", text) == re.findall(r"^sglang==([\d.]+)$", pins, re.MULTILINE)
     for section, key in re.findall(r"`(kubernetes|run|engine|model)\.(\w+)", text):
