@@ -4,13 +4,15 @@ import argparse
 import json
 import logging
 import sys
-import uuid
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from ray_extract import layout, run
 from ray_extract.config import load_job
 from ray_extract.console import complain, parse, tell
+from ray_extract.cost import Rates, check_space, cost_lines
+from ray_extract.dataset.prepared import PreparedRows
 from ray_extract.errors import ConfigError, Exit, RayExtractError
 from ray_extract.ledger import Ledger, orphans
 from ray_extract.plan import estimate, load_or_make_plan, show_bytes
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         run.add_job_arguments(command)
         command.set_defaults(action=action)
+        if name == "plan":
+            _add_rates(command)
 
     manifests = commands.add_parser("manifests", help="a job as Kubernetes objects for KubeRay (docs/kubernetes.md)")
     run.add_job_arguments(manifests)
@@ -131,19 +135,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _add_rates(command: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("tokens-per-second", "what one engine prefills in a second: gives bandwidth and hours"),
+        ("gpu-hour", "price of a GPU for an hour"),
+        ("gb-month", "price of storing a GB for a month"),
+    ):
+        command.add_argument(f"--{name}", type=_positive, metavar="X", help=text)
+    command.add_argument("--node-gpus", type=_whole, default=8, metavar="N", help="GPUs of a node; 8 when absent")
+    command.add_argument("--skipped", action="store_true", help="list the rows that cannot be used, with their reasons")
+
+
 def _plan(args: argparse.Namespace) -> int:
-    job, shape, boundaries, _ = run.check_job(load_job(args.config, run.overrides(args)))
+    job, shape, boundaries, output = run.check_job(load_job(args.config, run.overrides(args)))
     size = run.token_bytes(job, shape, boundaries)
-    # A plan for looking at claims no output, and memory:// is one for the whole process.
-    index, units = load_or_make_plan(open_store(f"memory://ray_extract-plan-{uuid.uuid4().hex}"), job, shape, size)
-    arena = job.run.arena_bytes or run.arena_size(units, job.run.units_in_flight)
-    states = ", ".join([*map(str, boundaries), *(["final"] if job.capture.final else [])])
-    tell(
-        f"model       {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden}, {shape.dtype}",
-        f"states      {states}",
-        *estimate(index, units, size).lines(),
-        f"arena       {arena / 2**30:.2f} GiB of /dev/shm for each of {job.engine.count} engines",
-    )
+    # A plan for looking at claims no output.
+    with tempfile.TemporaryDirectory(prefix="ray_extract-plan-") as folder:
+        store = open_store(folder)
+        index, units = load_or_make_plan(store, job, shape, size)
+        summary = estimate(index, units, size)
+        arena = job.run.arena_bytes or run.arena_size(units, job.run.units_in_flight)
+        rates = Rates(args.tokens_per_second, args.node_gpus, args.gpu_hour, args.gb_month)
+        tell(
+            f"model     {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden}, {shape.dtype}",
+            f"captures  {', '.join([*map(str, boundaries), *(['final'] if job.capture.final else [])])}",
+            *summary.lines(),
+            *cost_lines(job, summary, arena, rates),
+        )
+        if args.skipped:
+            for source, reason in PreparedRows(store, index).skipped():
+                tell(f"{source}  {reason}")
+    check_space(output, summary.state_bytes)
     return 0
 
 
@@ -266,6 +288,16 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must not be negative")
+    return number
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")
     return number
 
 

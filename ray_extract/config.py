@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import pydantic
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BeforeValidator, ByteSize, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 import ray_extract
 from ray_extract.errors import ConfigError
@@ -24,6 +24,12 @@ _LOAD_BYTES_PER_S = 200e6
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _as_keep(value: str) -> str:
+    if value not in ("all", "supervised", "last") and not re.fullmatch("random:[1-9][0-9]{0,8}", value):
+        raise ValueError("must be all, supervised, last or random:K with a number K")
+    return value
 
 
 class _Section(pydantic.BaseModel):
@@ -57,6 +63,10 @@ class FieldNames(_Section):
 
     messages: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ("messages", "conversations")
     """Conversations, in OpenAI (`role`, `content`) or ShareGPT (`from`, `value`) spelling."""
+    system: str = "system"
+    """A conversation's system prompt, where it is no turn of it."""
+    tools: str = "tools"
+    """A conversation's tools, a list or its JSON, which the template gets."""
     text: str = "text"
     """Plain text; every token is supervised."""
     input_ids: str = "input_ids"
@@ -69,21 +79,42 @@ class DatasetConfig(_Section):
     """Where the prompts come from and how they become token ids."""
 
     paths: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = Field(min_length=1)
-    """Files or globs, local or fsspec URLs, read in this order (globs sorted)."""
-    format: Literal["auto", "jsonl", "parquet"] = "auto"
-    """`auto` decides by the file's ending."""
+    """Files or globs, local or fsspec URLs, read in this order (globs sorted), or a folder that `save_to_disk` of
+    Hugging Face `datasets` wrote."""
+    format: Literal["auto", "jsonl", "json", "parquet", "arrow"] = "auto"
+    """`auto` decides by the file's ending; `json` is an array of records, or lines."""
+    damaged: Literal["refuse", "keep"] = "refuse"
+    """What to do with a file that breaks off or is malformed as a whole: refuse the data set, or keep the records
+    before that; the rest then counts as one skipped record. A malformed record is skipped and counted in any case."""
     fields: FieldNames = FieldNames()
     """Field names of the input records."""
     chat_template: str | None = None
     """A Jinja file to use in place of the tokenizer's chat template."""
+    tool_arguments: Literal["object", "string"] = "object"
+    """As what the template gets the arguments of tool calls: most take objects; DeepSeek's takes their JSON."""
     mask: Literal["assistant", "last_assistant", "all"] = "assistant"
     """Which tokens of a conversation are supervised (loss mask 1)."""
     max_tokens: PositiveInt | None = None
     """Longest row in tokens; the model's own context length when absent."""
-    overlong: Literal["skip", "truncate"] = "skip"
-    """What to do with longer rows; truncation cuts the end, after masking."""
+    overlong: Literal["skip", "right", "left", "refuse"] = "skip"
+    """What to do with longer rows: skip them, cut them after masking at their end or at their beginning, or refuse the
+    data set."""
+    min_tokens: PositiveInt = 1
+    """Skip shorter rows."""
+    min_supervised: NonNegativeInt = 0
+    """Skip rows with fewer supervised tokens."""
     limit: PositiveInt | None = None
     """Read only this many records."""
+    sample: float = Field(default=1.0, gt=0, le=1)
+    """Use about this part of the records, chosen at random."""
+    dedup: bool = False
+    """Skip rows that have the token ids and the mask of an earlier one."""
+    shuffle: bool = False
+    """Put the rows into a random order, so that each shard is a random sample; else they keep that of the input."""
+    seed: NonNegativeInt = 0
+    """Of what is random here."""
+    processes: PositiveInt = 1
+    """Processes of the driver's node that tokenize. The rows are the same whatever their number."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Passed to fsspec; prefer the environment for credentials."""
 
@@ -150,8 +181,9 @@ class CaptureConfig(_Section):
     """Also store what enters the LM head: the last state after the final norm."""
     dtype: Literal["model", "float8_e4m3"] = "model"
     """How a state is stored: as the engine computes it, or, in half of bf16's bytes, as e4m3 with a scale a token."""
-    keep: Literal["all", "supervised"] = "all"
-    """Store the states of every token, or only of those whose loss mask is 1."""
+    keep: Annotated[str, AfterValidator(_as_keep)] = "all"
+    """Store the states of `all` tokens of a row, of those whose loss mask is 1 (`supervised`), of the `last` one, or of
+    K at random (`random:K`), which the row's ids and mask decide."""
     check: Literal["all", "sample", "off"] = "all"
     """Recompute the digests of every row, of one row in sixteen, or of none, before a shard is uploaded."""
 

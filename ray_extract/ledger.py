@@ -33,7 +33,7 @@ from ray_extract.errors import AlreadyExists, IdentityMismatch, NotFound, ShardE
 from ray_extract.model import ModelShape
 from ray_extract.records import Receipt, RowFailure, Split, Unit
 from ray_extract.segments import Folded, Folding
-from ray_extract.shards.image import FORMAT_VERSION, TORCH_TO_CODE, Column, state_columns
+from ray_extract.shards.image import FORMAT_VERSION, TORCH_TO_CODE, Column, kept_counts, state_columns
 from ray_extract.store import ObjectInfo, Store, StoredFile, put_once
 
 log = logging.getLogger(__name__)
@@ -147,13 +147,10 @@ def run_identity(
         dataset={
             "sources": [dict(source) for source in sources],
             "template": template_sha,
-            "fields": data.fields.model_dump(),
-            "mask": data.mask,
-            "max_tokens": data.max_tokens,
+            # Where the files are and how they are read is no part of it; what is in them is in `sources`.
+            **data.model_dump(exclude={"paths", "format", "chat_template", "processes", "storage_options"}),
             # Bounds the rows only where max_tokens does not.
             "context_length": None if data.max_tokens else engine.context_length or shape.context_length,
-            "overlong": data.overlong,
-            "limit": data.limit,
         },
         model={
             "fingerprint": shape.fingerprint,
@@ -603,7 +600,7 @@ class _Join:
         usable = part.column("reason").is_null().to_numpy()
         cu_seqlens, _, mask = tokens_of(part)
         tokens = np.diff(cu_seqlens)
-        kept = tokens if self._keep == "all" else np.diff(np.append(0, np.cumsum(mask != 0))[cu_seqlens])
+        kept = kept_counts(tokens, np.diff(np.append(0, np.cumsum(mask != 0))[cu_seqlens]), self._keep)
 
         rows = first + np.flatnonzero(usable)
         units = self._until(end)

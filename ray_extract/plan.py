@@ -1,18 +1,21 @@
 """Rows -> units: which rows make which shard. Pure, streaming, and independent of the workers."""
 
 import dataclasses
+import itertools
 import json
 import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from ray_extract import layout
 from ray_extract.config import Job
+from ray_extract.dataset.arrange import arrange
 from ray_extract.dataset.prepare import prepare
-from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength, put_table, read_table, write_rows
+from ray_extract.dataset.prepared import Lengths, PreparedRows, RowIndex, RowLength, put_table, read_table, write_rows
 from ray_extract.errors import AlreadyExists, PlanError
 from ray_extract.ledger import Ledger
 from ray_extract.model import ModelShape
@@ -33,7 +36,7 @@ _UNITS_SCHEMA = pa.schema(
 
 
 def plan_units(
-    lengths: Iterable[RowLength],
+    lengths: Iterable[Lengths],
     *,
     token_bytes: int,
     shard_bytes: int,
@@ -45,7 +48,7 @@ def plan_units(
     A unit takes rows until the next one would take it over its target; a row larger than the target is a unit alone.
 
     Args:
-        lengths: all rows in order; those that are not usable are passed over.
+        lengths: all rows in order, in blocks of any size; those that are not usable are passed over.
         token_bytes: bytes of all states of one stored token.
         shard_bytes: target for the states of one unit.
         max_rows: most rows in one unit.
@@ -54,38 +57,41 @@ def plan_units(
     Raises:
         PlanError: a row is larger than max_unit_bytes.
     """
-    target = shard_bytes if max_unit_bytes is None else min(shard_bytes, max_unit_bytes)
+    most = (shard_bytes if max_unit_bytes is None else min(shard_bytes, max_unit_bytes)) // token_bytes
     number = 0
-    rows: list[RowLength] = []
-    kept = 0
-    for row in lengths:
-        if not row.usable:
-            continue
-        if max_unit_bytes is not None and row.kept * token_bytes > max_unit_bytes:
-            raise _too_large(row, token_bytes, max_unit_bytes)
-        if rows and (len(rows) >= max_rows or (kept + row.kept) * token_bytes > target):
-            yield _unit(layout.unit_id(number), rows, token_bytes)
-            number, rows, kept = number + 1, [], 0
-        rows.append(row)
-        kept += row.kept
-    if rows:
-        yield _unit(layout.unit_id(number), rows, token_bytes)
+    rest = Lengths.of(())  # rows of a unit that is not full yet
+    for block in itertools.chain(lengths, [None]):
+        rows = rest
+        if block is not None:
+            usable = block.where(block.usable)
+            if max_unit_bytes is not None and (large := usable.kept * token_bytes > max_unit_bytes).any():
+                at = int(large.argmax())
+                raise _too_large(int(usable.row[at]), int(usable.kept[at]), token_bytes, max_unit_bytes)
+            rows = rest.then(usable)
+        tokens, kept = (np.concatenate(([0], np.cumsum(column))) for column in (rows.tokens, rows.kept))
+        count, start = len(rows.row), 0
+        while start < count:
+            end = int(np.searchsorted(kept, kept[start] + most, side="right")) - 1
+            end = min(max(end, start + 1), start + max_rows)
+            if end == count and block is not None:
+                break  # the next block may have room in it
+            yield _unit(
+                layout.unit_id(number),
+                (int(rows.row[start]), int(rows.row[end - 1]) + 1),
+                end - start,
+                int(tokens[end] - tokens[start]),
+                int(kept[end] - kept[start]),
+                token_bytes,
+            )
+            number, start = number + 1, end
+        rest = rows.where(slice(start, None))
 
 
-def _unit(name: str, rows: Sequence[RowLength], token_bytes: int) -> Unit:
-    kept = sum(row.kept for row in rows)
-    return Unit(
-        unit=name,
-        first=rows[0].row,
-        end=rows[-1].row + 1,
-        rows=len(rows),
-        tokens=sum(row.tokens for row in rows),
-        kept=kept,
-        nbytes=kept * token_bytes,
-    )
+def _unit(name: str, bounds: tuple[int, int], rows: int, tokens: int, kept: int, token_bytes: int) -> Unit:
+    return Unit(name, *bounds, rows=rows, tokens=tokens, kept=kept, nbytes=kept * token_bytes)
 
 
-def plan_retry(lengths: Iterable[RowLength], failed: Collection[int], number: int, **limits: Any) -> list[Unit]:
+def plan_retry(lengths: Iterable[Lengths], failed: Collection[int], number: int, **limits: Any) -> list[Unit]:
     """Pack rows that failed into the units of a retry round, as plan_units packs all rows.
 
     Args:
@@ -98,14 +104,16 @@ def plan_retry(lengths: Iterable[RowLength], failed: Collection[int], number: in
         PlanError: see plan_units.
     """
     rows = sorted(failed)
-    wanted = frozenset(rows)
+    wanted = np.array(rows, np.int64)
     return [
         dataclasses.replace(
             unit,
             unit=layout.retry_unit_id(number, place),
             members=tuple(rows[bisect_left(rows, unit.first) : bisect_left(rows, unit.end)]),
         )
-        for place, unit in enumerate(plan_units((row for row in lengths if row.row in wanted), **limits))
+        for place, unit in enumerate(
+            plan_units((block.where(np.isin(block.row, wanted)) for block in lengths), **limits)
+        )
     ]
 
 
@@ -120,7 +128,14 @@ def halve(unit: Unit, rows: Sequence[RowLength]) -> tuple[Unit, Unit]:
     middle = (len(rows) + 1) // 2
     first, second = (
         dataclasses.replace(
-            _unit(layout.child_id(unit.unit, number), part, token_bytes),
+            _unit(
+                layout.child_id(unit.unit, number),
+                (part[0].row, part[-1].row + 1),
+                len(part),
+                sum(row.tokens for row in part),
+                sum(row.kept for row in part),
+                token_bytes,
+            ),
             members=None if unit.members is None else tuple(row.row for row in part),
         )
         for number, part in enumerate((rows[:middle], rows[middle:]))
@@ -128,10 +143,10 @@ def halve(unit: Unit, rows: Sequence[RowLength]) -> tuple[Unit, Unit]:
     return first, second
 
 
-def _too_large(row: RowLength, token_bytes: int, max_unit_bytes: int) -> PlanError:
-    nbytes = row.kept * token_bytes
+def _too_large(row: int, kept: int, token_bytes: int, max_unit_bytes: int) -> PlanError:
+    nbytes = kept * token_bytes
     return PlanError(
-        f"row {row.row}: its states are {show_bytes(nbytes)} ({row.kept} tokens of {token_bytes} bytes), and the "
+        f"row {row}: its states are {show_bytes(nbytes)} ({kept} tokens of {token_bytes} bytes), and the "
         f"arena holds units of {show_bytes(max_unit_bytes)}, half of it, at most; raise run.arena_bytes above "
         f"{show_bytes(2 * nbytes)}, or lower dataset.max_tokens"
     )
@@ -168,9 +183,12 @@ class PlanSummary:
     Args:
         rows: all rows of the input.
         usable: those that will be extracted; the others are in `skipped`, by kind of reason.
-        truncated: usable rows whose end was cut off.
+        examples: a row of each kind, see RowIndex.
+        truncated: usable rows of which a part was cut off.
         tokens: prompt tokens of the usable rows.
-        kept: those whose states are stored.
+        supervised: those that are; `unsupervised` are the usable rows without any.
+        histogram: usable rows by length, see RowIndex.
+        kept: tokens whose states are stored.
         token_bytes: bytes of all states of a stored token.
         state_bytes: bytes of all states.
         units: number of units, so of shards.
@@ -180,8 +198,12 @@ class PlanSummary:
     rows: int
     usable: int
     skipped: dict[str, int]
+    examples: dict[str, str]
     truncated: int
     tokens: int
+    supervised: int
+    unsupervised: int
+    histogram: tuple[int, ...]
     kept: int
     token_bytes: int
     state_bytes: int
@@ -191,14 +213,29 @@ class PlanSummary:
     def lines(self) -> list[str]:
         """For people, one line a fact."""
         skipped = self.rows - self.usable
-        cut = f", {self.truncated:,} of them cut off at the end" if self.truncated else ""
+        cut = f", {self.truncated:,} of them cut to their limit" if self.truncated else ""
+        share = f"{self.supervised:,} of them supervised ({self.supervised / max(1, self.tokens):.1%})"
+        without = f"; {self.unsupervised:,} rows have none" if self.unsupervised else ""
+
+        def first(kind: str) -> str:
+            return f", first {self.examples[kind]}" if kind in self.examples else ""
+
         return [
             f"rows      {self.rows:,} = {self.usable:,} usable{cut} + {skipped:,} skipped",
-            *(f"          {count:,} skipped: {kind}" for kind, count in self.skipped.items()),
-            f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored at {self.token_bytes:,} bytes each",
-            f"states    {show_bytes(self.state_bytes)}",
+            *(f"          {count:,} skipped: {kind}{first(kind)}" for kind, count in self.skipped.items()),
+            f"tokens    {self.tokens:,}, {share}{without}",
+            *self._bars(),
+            f"states    {show_bytes(self.state_bytes)}, of {self.kept:,} tokens at {self.token_bytes:,} bytes each",
             f"shards    {self.units:,}, the largest of {show_bytes(self.largest_unit_bytes)}",
         ]
+
+    def _bars(self) -> Iterator[str]:
+        """Rows by length, between the shortest and the longest."""
+        most = max(self.histogram, default=0)
+        bits = next((bits for bits, count in enumerate(self.histogram) if count), 0)
+        for at, count in enumerate(self.histogram[bits:], start=bits):
+            bar = "#" * -(-24 * count // most)
+            yield f"          {1 << (at - 1):>9,} to {(1 << at) - 1:>9,}  {count:>13,} rows {bar}".rstrip()
 
 
 def estimate(index: RowIndex, units: Iterable[Unit], token_bytes: int) -> PlanSummary:
@@ -208,8 +245,12 @@ def estimate(index: RowIndex, units: Iterable[Unit], token_bytes: int) -> PlanSu
         rows=index.rows,
         usable=index.usable,
         skipped=index.skipped,
+        examples=index.examples,
         truncated=index.truncated,
         tokens=index.tokens,
+        supervised=index.supervised,
+        unsupervised=index.unsupervised,
+        histogram=index.histogram,
         kept=index.kept,
         token_bytes=token_bytes,
         state_bytes=sum(sizes),
@@ -248,7 +289,7 @@ def load_or_make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: in
 
 
 def _make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> None:
-    index = write_rows(store, prepare(job, shape), keep=job.capture.keep)
+    index = write_rows(store, arrange(prepare(job, shape), job.dataset), keep=job.capture.keep)
     log.info("prepared %d rows, %d of them usable, %d tokens", index.rows, index.usable, index.tokens)
     try:
         units = _plan(store, index, job, token_bytes)
@@ -268,8 +309,10 @@ def _make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> N
 def _plan(store: Store, index: RowIndex, job: Job, token_bytes: int) -> list[Unit]:
     if not index.usable:
         skipped = ", ".join(f"{count} x {kind}" for kind, count in index.skipped.items())
+        examples = "".join(f"\n  {kind}: {example}" for kind, example in index.examples.items())
         raise PlanError(
-            f"dataset.paths: none of {index.rows} rows can be used" + (f" ({skipped})" if skipped else "; it is empty")
+            f"dataset.paths: none of {index.rows} rows can be used"
+            + (f" ({skipped}), such as:{examples}" if skipped else "; it is empty")
         )
     return list(plan_units(PreparedRows(store, index).lengths(), **_limits(job, token_bytes)))
 

@@ -13,8 +13,10 @@ from images import seal_image
 from plain_reader import read_output
 
 from ray_extract import views
+from ray_extract.capture.digest import splitmix64
 from ray_extract.capture.fp8 import encode
 from ray_extract.config import Job
+from ray_extract.dataset.prepare import PreparedRow
 from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength
 from ray_extract.layout import round_of_unit, shard_key
 from ray_extract.ledger import Ledger, last_manifest, run_identity
@@ -161,6 +163,17 @@ def make_output(
     return output
 
 
+def kept_positions(row: PreparedRow, keep: str) -> npt.NDArray[np.int64]:
+    """Which of a row's tokens are stored, by another road than the image's."""
+    n = len(row.input_ids)
+    if keep.startswith("random:"):
+        seed = int.from_bytes(bytes.fromhex(row.row_id)[:8], "little")
+        order = sorted(range(n), key=lambda p: int(splitmix64(np.array([(seed + p) % 2**64], np.uint64))[0]))
+        return np.array(sorted(order[: int(keep.removeprefix("random:"))]), np.int64)
+    chosen = {"all": np.ones(n), "supervised": row.loss_mask, "last": np.arange(n) == n - 1}[keep]
+    return np.flatnonzero(chosen)
+
+
 def commit_unit(output: Output, unit: Unit, failed: Sequence[int] = ()) -> None:
     """Write a unit's shard and commit it; rows of `failed` are zeroed."""
     ledger, store, columns = Ledger(output.store), output.store, output.columns
@@ -171,7 +184,7 @@ def commit_unit(output: Output, unit: Unit, failed: Sequence[int] = ()) -> None:
     buffer = memoryview(bytearray(layout.nbytes))
     write_table(layout, table, buffer)
     for place, row in enumerate(usable):
-        positions = np.arange(len(row.input_ids)) if keep == "all" else np.flatnonzero(row.loss_mask)
+        positions = kept_positions(row, keep)
         for column in columns:
             values = output.states(column.name, row.input_ids)[positions]
             part = stored_bytes(values, output.dtype)

@@ -47,7 +47,7 @@ from ray_extract.store import open_store
 from ray_extract.verify import verify
 
 # What an exit code may say of an output: the one place to change when the codes do.
-SAYS = {0: {"complete"}, 1: {"stopped by an error"}, 3: {"rows failed"}, 4: {"stopped on request"}}
+SAYS = {0: {"complete"}, 1: {"rows failed", "stopped by an error"}, 3: {"stopped by an error", "stopped on request"}}
 
 SHM = Path("/dev/shm")
 REJECT = 2  # a token; see SimulatedEngine

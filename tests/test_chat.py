@@ -114,11 +114,13 @@ WORDS = st.text(alphabet="ab <é\N{SNOWMAN}.\n", max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), system=st.none() | WORDS)
-def test_turn_by_turn_masks_equal_those_of_generation_marks(turns, system):
+@given(turns=st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4), system=st.none() | WORDS, first=st.booleans())
+def test_turn_by_turn_masks_equal_those_of_generation_marks(turns, system, first):
     messages = [] if system is None else [{"role": "system", "content": system}]
     for question, answer in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if first and system is None:
+        del messages[0]
     dataset = DatasetConfig(paths=("-",))
     plain = chat._Chat(TOKENIZERS[0], dataset).encode(messages, "assistant")
     marked = chat._Chat(TOKENIZERS[1], dataset).encode(messages, "assistant")
@@ -165,10 +167,20 @@ def test_template_whose_parts_do_not_fit_is_a_reason(encode, template):
     assert encode(LONG, template, mask="all")[1]
 
 
-def test_assistant_first_needs_generation_marks(encode):
-    with pytest.raises(Unusable, match="undecidable mask: the first turn is the assistant's"):
-        encode([ANSWER, USER, ANSWER])
-    assert encode([ANSWER, USER, ANSWER], tiny.CHATML_GENERATION)[1] == ["It is 4.<|im_end|>"] * 2
+@TEMPLATES
+def test_conversation_may_begin_with_the_assistant(encode, template):
+    text, spans = encode([ANSWER, USER, ANSWER], template)
+    assert spans == ["It is 4.<|im_end|>"] * 2
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\nIt is 4.")
+
+
+def test_first_turn_that_quotes_the_prompt_or_has_another_one_is_a_reason(encode):
+    quoting = {"role": "assistant", "content": "Type <|im_start|>assistant\nto begin."}
+    with pytest.raises(Unusable, match="undecidable mask: the first turn is the assistant's, and where it begins"):
+        encode([quoting, USER, ANSWER])
+    with pytest.raises(Unusable, match="undecidable mask: the first turn is the assistant's, and where it begins"):
+        encode([ANSWER, USER, ANSWER], tiny.R1)
+    assert encode([quoting, USER, ANSWER], tiny.CHATML_GENERATION)[1]
 
 
 def test_what_a_template_refuses_is_a_reason(encode):
@@ -198,6 +210,14 @@ def test_sharegpt_and_openai_spellings_are_the_same_conversation():
     assert [m["role"] for m in normalise(openai)] == ["system", "user", "assistant", "tool"]
 
 
+def test_columns_of_messages_are_messages():
+    """As Hugging Face `datasets` stores a sequence of records."""
+    assert normalise({"from": ["human", "gpt"], "value": ["q", "a"]}) == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
+
+
 def test_fields_of_tool_calls_pass_through():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}], "name": None}
     assert normalise([call]) == [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
@@ -208,6 +228,21 @@ def test_fields_of_tool_calls_pass_through():
     [
         ([], "empty conversation"),
         ("hello", "unusable conversation: not a list"),
+        ({"role": ["user"], "content": []}, "unusable conversation: its fields are lists of different lengths"),
+        ({}, "empty conversation"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "unusable tool call: message 1 has one that is not JSON",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "unusable tool call: message 1 has arguments that are not an object",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            "unusable tool call: message 1 has one without a name",
+        ),
+        ([{"from": "function_call", "value": "f("}], "unusable tool call: message 1 has one that is not JSON"),
         (["hello"], "unusable message: message 1 is not an object"),
         ([{"content": "x"}], "unknown role: None in message 1"),
         ([USER, {"role": "narrator", "content": "x"}], "unknown role: 'narrator' in message 2"),
@@ -223,6 +258,28 @@ def test_unusable_conversation_says_why(conversation, reason):
     with pytest.raises(Unusable) as caught:
         normalise(conversation)
     assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("tools", "found"),
+    [
+        (None, None),
+        ("", None),
+        ([], None),
+        ('[{"name": "f"}]', [{"type": "function", "function": {"name": "f"}}]),
+        ([{"type": "function", "function": {"name": "f"}}], [{"type": "function", "function": {"name": "f"}}]),
+        ("[{", "unusable tools: not JSON"),
+        ({"name": "f"}, "unusable tools: not a list of objects"),
+        ([{"description": "x"}], "unusable tools: one has no name"),
+    ],
+)
+def test_tools_are_a_list_or_its_json(tools, found):
+    if not isinstance(found, str):
+        assert chat.normalise_tools(tools) == found
+        return
+    with pytest.raises(Unusable) as caught:
+        chat.normalise_tools(tools)
+    assert str(caught.value) == found
 
 
 def test_lone_surrogates_are_a_reason(encode):

@@ -333,6 +333,7 @@ def test_a_job_file_is_planned_and_its_arena_fits_the_node(
     said = capsys.readouterr().out
     tokens = sum(lengths[:3])
     assert "4 = 3 usable + 1 skipped" in said
-    assert f"{tokens:,}, the states of {tokens:,} are stored at {PUBLISHED[name].token_bytes:,} bytes each" in said
-    planned = float(re.findall(r"arena +([\d.]+) GiB", said)[0]) * 2**30
+    assert f"of {tokens:,} tokens at {PUBLISHED[name].token_bytes:,} bytes each" in said
+    amount, unit = re.findall(r"^/dev/shm .*?\(([\d.]+) ([MG])iB\) for each", said, re.MULTILINE)[0]
+    planned = float(amount) * 2 ** {"M": 20, "G": 30}[unit]
     assert planned <= manifests.sizes(job, shape).arena

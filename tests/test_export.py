@@ -268,7 +268,7 @@ def test_the_runs_token_counts_give_the_size_of_the_targets_vocabulary(tmp_path)
         (
             {"keep": "supervised"},
             "specforge-eagle3",
-            r"supervised tokens only \(capture.keep = supervised\).* keep: all\}",
+            r"some tokens only \(capture.keep = supervised\).* keep: all\}",
         ),
     ],
 )

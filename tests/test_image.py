@@ -32,7 +32,12 @@ MASKS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(masks=MASKS, columns=COLUMNS, keep=st.sampled_from(["all", "supervised"]), note=st.text(max_size=20))
+@given(
+    masks=MASKS,
+    columns=COLUMNS,
+    keep=st.sampled_from(["all", "supervised", "last", "random:3"]),
+    note=st.text(max_size=20),
+)
 def test_any_image_is_a_safetensors_file_with_equal_tensors(tmp_path_factory, masks, columns, keep, note):
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 1000, len(m), dtype=np.int32) for m in masks]

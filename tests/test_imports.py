@@ -25,7 +25,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("dataset",),
     ("shards",),
     ("ledger", "segments", "plan", "recompute", "reference_model"),
-    ("head", "counts", "views"),
+    ("head", "counts", "views", "cost"),
     ("engine",),
     ("extractor",),
     ("worker", "leases", "progress", "readers", "tally", "starts"),

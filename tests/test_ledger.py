@@ -131,6 +131,7 @@ def test_what_only_moves_work_is_no_part_of_the_identity() -> None:
     moved = identity(
         model__path="/elsewhere",
         dataset__paths=["s3://bucket/copy.jsonl", "/d/b.jsonl"],
+        dataset__processes=8,
         output__url="/other",
         engine__count=8,
         engine__tp_size=4,
@@ -150,6 +151,9 @@ def test_what_only_moves_work_is_no_part_of_the_identity() -> None:
         (identity(capture__final=False), "capture.final: run has true, this job asks false"),
         (identity(capture__keep="supervised"), 'capture.keep: run has "all", this job asks "supervised"'),
         (identity(dataset__mask="all"), 'dataset.mask: run has "assistant", this job asks "all"'),
+        (identity(dataset__shuffle=True), "dataset.shuffle: run has false, this job asks true"),
+        (identity(dataset__seed=1), "dataset.seed: run has 0, this job asks 1"),
+        (identity(dataset__damaged="keep"), 'dataset.damaged: run has "refuse", this job asks "keep"'),
         (identity(dataset__limit=5), "dataset.limit: run has null, this job asks 5"),
         (identity(dataset__fields={"text": "body"}), 'dataset.fields.text: run has "text", this job asks "body"'),
         (identity(engine__context_length=99), "dataset.context_length: run has 4096, this job asks 99"),

@@ -13,7 +13,7 @@ from watched import WatchedStore
 from ray_extract import layout, run
 from ray_extract.dataset.prepared import RowLength
 from ray_extract.errors import PlanError, ShardError
-from ray_extract.ledger import Ledger, latest_manifest, read_manifest
+from ray_extract.ledger import Ledger, Totals, latest_manifest, read_manifest
 from ray_extract.model import ModelShape
 from ray_extract.plan import halve, load_plan, read_rounds, store_parts
 from ray_extract.records import Split, Unit
@@ -24,9 +24,9 @@ from ray_extract.verify import verify
 Event = Callable[[Output], None]
 
 
-def again(output: Output, store: Store) -> run.Summary:
+def again(output: Output, store: Store) -> tuple[str, Totals]:
     """Run the job once more, on an output in which nothing is left to extract."""
-    return run._complete(prepared_of(output, store), rounds=False)
+    return run._to_the_end(prepared_of(output, store), run._Sofar(), rounds=False)
 
 
 def prepared_of(output: Output, store: Store) -> run.Prepared:
@@ -87,7 +87,7 @@ def test_at_whichever_operation_a_round_comes_in_between_the_last_word_is_the_ne
             if left[0] == -1:
                 meanwhile(output)
 
-        summary = again(output, WatchedStore(output.url, come))
+        manifest, totals = again(output, WatchedStore(output.url, come))
         assert left[0] < 0
         if meanwhile is retried_in_part:
             # What was committed after the slow one read the commits comes with the next manifest.
@@ -96,7 +96,7 @@ def test_at_whichever_operation_a_round_comes_in_between_the_last_word_is_the_ne
             assert success(output)["failed"] == {}
         else:
             check_rows(output, [0, 1, 3, 4, 5])
-            assert (summary.manifest, summary.totals.ok) == (latest_manifest(output.store), 5)
+            assert (manifest, totals.ok) == (latest_manifest(output.store), 5)
         assert success(output)["manifest"] == latest_manifest(output.store)
         numbers.add(latest_manifest(output.store))
     # Whether the slow one came first or the other one.
@@ -107,11 +107,10 @@ def test_at_whichever_operation_another_retry_comes_in_between_no_row_is_lost_an
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def retry_slowly(output: Output, store: Store) -> run.Summary:
-        def extract(prepared: run.Prepared, done: set[str], todo: list[Unit]) -> tuple[int, float]:
+        def extract(prepared: run.Prepared, done: set[str], todo: list[Unit], sofar: run._Sofar) -> None:
             for unit in todo:
                 if unit.unit not in Ledger(output.store).committed_units():
                     commit_unit(output, unit)
-            return sum(unit.tokens for unit in todo), 1.0
 
         monkeypatch.setattr(run, "_extract", extract)
         monkeypatch.setattr(run, "prepare_run", lambda job, begin: prepared_of(output, store))

@@ -18,7 +18,7 @@ from ray_extract import cli, manifests, prestop, run
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import Job, load_job
 from ray_extract.dataset.prepare import token_limit
-from ray_extract.dataset.prepared import RowLength
+from ray_extract.dataset.prepared import Lengths, RowLength
 from ray_extract.errors import ConfigError
 from ray_extract.layout import SHM_PREFIX
 from ray_extract.model import ModelShape
@@ -382,9 +382,9 @@ def test_no_plan_needs_a_larger_arena(keep: str, shard: int, max_rows: int, rows
     job, shape = checked(f"output.shard_bytes={shard}", f"capture.keep={keep}", f"output.max_rows={max_rows}")
     assert token_limit(job, shape) == 8192
     boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
-    lengths = [RowLength(row, tokens, kept, True) for row, (tokens, kept) in enumerate(rows)]
+    lengths = Lengths.of(RowLength(row, tokens, kept, True) for row, (tokens, kept) in enumerate(rows))
     token_bytes = run.token_bytes(job, shape, boundaries)
-    units = list(plan_units(lengths, token_bytes=token_bytes, shard_bytes=shard, max_rows=max_rows))
+    units = list(plan_units([lengths], token_bytes=token_bytes, shard_bytes=shard, max_rows=max_rows))
     assert len(units) > job.run.units_in_flight
     assert run.arena_size(units, job.run.units_in_flight) <= manifests.arena_bound(job, shape)
 

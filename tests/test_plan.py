@@ -3,16 +3,20 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import pytest
+import tiny_tokenizer as tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated import make_rows, make_work
 from test_prepare import CHAT, SHAPE, MemoryStore, ids, job
 
-from ray_extract import layout, plan
-from ray_extract.dataset.prepared import PreparedRows, RowLength
+from ray_extract import cli, layout, plan
+from ray_extract.cost import Rates, check_space, cost_lines
+from ray_extract.dataset.prepared import Lengths, PreparedRows, RowLength
 from ray_extract.errors import ConfigError, PlanError
-from ray_extract.plan import estimate, load_or_make_plan, plan_units, read_units, show_bytes, write_units
+from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, plan_units, read_units, show_bytes, write_units
 from ray_extract.store import open_store
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.booleans()), max_size=80).map(
@@ -26,9 +30,10 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.booleans
     target_tokens=st.integers(1, 200),
     max_rows=st.integers(1, 20),
     arena_tokens=st.none() | st.integers(60, 200),
+    block=st.integers(1, 50),
 )
 def test_units_cover_usable_rows_once_in_order_within_the_target(
-    lengths, token_bytes, target_tokens, max_rows, arena_tokens
+    lengths, token_bytes, target_tokens, max_rows, arena_tokens, block
 ):
     options = {
         "token_bytes": token_bytes,
@@ -36,8 +41,9 @@ def test_units_cover_usable_rows_once_in_order_within_the_target(
         "max_rows": max_rows,
         "max_unit_bytes": arena_tokens and arena_tokens * token_bytes,
     }
-    units = list(plan_units(lengths, **options))
-    assert list(plan_units(iter(lengths), **options)) == units
+    units = list(plan_units([Lengths.of(lengths)], **options))
+    blocks = (Lengths.of(lengths[at : at + block]) for at in range(0, len(lengths), block))
+    assert list(plan_units(blocks, **options)) == units
     assert [u.unit for u in units] == [layout.unit_id(i) for i in range(len(units))]
     members = [[r for r in lengths[u.first : u.end] if r.usable] for u in units]
     assert [r for rows in members for r in rows] == [r for r in lengths if r.usable]
@@ -59,28 +65,30 @@ def test_planning_streams():
     def endless():
         row = 0
         while True:
-            yield RowLength(row, 10, 10, True)
-            row += 1
+            yield Lengths.of([RowLength(row, 10, 10, True), RowLength(row + 1, 10, 10, False)])
+            row += 2
 
     units = plan_units(endless(), token_bytes=8, shard_bytes=800, max_rows=100)
-    assert [next(units).first for _ in range(3)] == [0, 10, 20]
+    assert [next(units).first for _ in range(3)] == [0, 20, 40]
 
 
 def test_row_larger_than_the_arena_is_refused_with_its_way_out():
     lengths = [RowLength(0, 5, 5, True), RowLength(1, 131_072, 131_072, True)]
+    options = {"token_bytes": 57_344, "shard_bytes": 1 << 30, "max_rows": 9, "max_unit_bytes": 1 << 30}
     with pytest.raises(PlanError) as caught:
-        list(plan_units(lengths, token_bytes=57_344, shard_bytes=1 << 30, max_rows=9, max_unit_bytes=1 << 30))
+        list(plan_units([Lengths.of(lengths)], **options))
     assert str(caught.value) == (
         "row 1: its states are 7.52 GB (7.00 GiB) (131072 tokens of 57344 bytes), and the arena holds units of "
         "1.07 GB (1.00 GiB), half of it, at most; raise run.arena_bytes above 15.03 GB (14.00 GiB), "
         "or lower dataset.max_tokens"
     )
     skipped = [lengths[0], lengths[1]._replace(usable=False)]
-    assert len(list(plan_units(skipped, token_bytes=57_344, shard_bytes=1 << 30, max_rows=9, max_unit_bytes=1 << 30)))
+    assert len(list(plan_units([Lengths.of(skipped)], **options))) == 1
 
 
 def test_units_read_back_and_other_units_are_refused():
-    units = list(plan_units([RowLength(i, 3, 2, True) for i in range(9)], token_bytes=8, shard_bytes=64, max_rows=4))
+    lengths = Lengths.of(RowLength(i, 3, 2, True) for i in range(9))
+    units = list(plan_units([lengths], token_bytes=8, shard_bytes=64, max_rows=4))
     store = MemoryStore()
     write_units(store, iter(units))
     write_units(store, units)
@@ -139,7 +147,8 @@ def test_plan_on_a_local_folder_is_that_in_memory(dataset, tmp_path):
     index, units = load_or_make_plan(store, small(dataset), SHAPE, 512)
     assert load_or_make_plan(memory, small(dataset), SHAPE, 512) == (index, units)
     assert {info.key: store.get(info.key) for info in store.list("plan/")} == memory.objects
-    assert list(PreparedRows(store, index).lengths()) == list(PreparedRows(memory, index).lengths())
+    for ours, theirs in zip(PreparedRows(store, index).lengths(), PreparedRows(memory, index).lengths(), strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
     assert load_or_make_plan(store, small(dataset), SHAPE, 512) == (index, units)
 
 
@@ -174,7 +183,10 @@ def test_plan_that_cannot_be_leaves_nothing_in_the_way_of_the_corrected_job(data
         load_or_make_plan(store, small(dataset, arena_bytes=2 * 11 * 512), SHAPE, 512)
     useless = tmp_path / "useless.jsonl"
     useless.write_text('{"prompt": 1}\n' * 3)
-    with pytest.raises(PlanError, match=r"dataset\.paths: none of 3 rows can be used \(3 x no known field\)"):
+    with pytest.raises(
+        PlanError,
+        match=r"none of 3 rows can be used \(3 x no known field\), such as:\n  no known field: useless\.jsonl:1: ",
+    ):
         load_or_make_plan(store, small(useless), SHAPE, 512)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(PlanError, match=r"none of 0 rows can be used; it is empty"):
@@ -223,9 +235,122 @@ def test_summary_adds_up_and_names_every_reason(dataset):
     assert (summary.state_bytes, summary.units, summary.largest_unit_bytes) == (24 * 512, 2, 16 * 512)
     assert summary.lines() == [
         "rows      5 = 3 usable + 2 skipped",
-        "          1 skipped: malformed JSON",
-        "          1 skipped: overlong",
-        "tokens    24, the states of 24 are stored at 512 bytes each",
-        "states    12.29 kB (12.00 KiB)",
+        "          1 skipped: malformed JSON, first in.jsonl:3: "
+        "Expecting property name enclosed in double quotes at byte 1",
+        "          1 skipped: overlong, first in.jsonl:4: 90 > 56 tokens",
+        "tokens    24, 3 of them supervised (12.5%)",
+        "                  4 to         7              1 rows ############",
+        "                  8 to        15              2 rows ########################",
+        "states    12.29 kB (12.00 KiB), of 24 tokens at 512 bytes each",
         "shards    2, the largest of 8.19 kB (8.00 KiB)",
     ]
+
+
+def test_row_without_supervised_tokens_is_shown_as_it_is_rendered(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"messages": CHAT[:1]}) + "\n" + json.dumps({"messages": CHAT}) + "\n")
+    shape = dataclasses.replace(SHAPE, path=str(tiny.save(tmp_path / "tok")), context_length=200)
+    index, units = load_or_make_plan(MemoryStore(), small(path), shape, 512)
+    assert (
+        "          1 skipped: no supervised token, first in.jsonl:1, rendered as "
+        '"<|im_start|>system\\nBe brief.<|im_end|>\\n<|im_start|>user\\n2+2?<|im_end|>\\n"'
+    ) in estimate(index, units, 512).lines()
+
+
+def test_plan_of_an_earlier_release_has_no_histogram_and_is_read(dataset):
+    store = MemoryStore()
+    index, units = load_or_make_plan(store, small(dataset), SHAPE, 512)
+    tree = json.loads(store.objects[layout.PLAN_KEY])
+    for name in ("supervised", "unsupervised", "histogram", "examples"):
+        del tree["rows"][name]
+    store.objects[layout.PLAN_KEY] = json.dumps(tree).encode()
+    found, _ = load_or_make_plan(store, small(dataset), SHAPE, 512)
+    assert found == dataclasses.replace(index, supervised=0, unsupervised=0, histogram=(), examples={})
+    assert "          1 skipped: overlong" in estimate(found, units, 512).lines()
+
+
+# The yardstick: Kimi-K2.5's states of 17.3 M tokens
+KIMI = PlanSummary(
+    rows=10_000,
+    usable=10_000,
+    skipped={},
+    examples={},
+    truncated=0,
+    tokens=17_300_000,
+    supervised=17_300_000,
+    unsupervised=0,
+    histogram=(),
+    kept=17_300_000,
+    token_bytes=57_344,
+    state_bytes=17_300_000 * 57_344,
+    units=924,
+    largest_unit_bytes=1 << 30,
+)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rates", "lines"),
+    [
+        (
+            {"count": 4, "tp_size": 8},
+            Rates(tokens_per_second=20_000, gpu_hour=2.0, gb_month=0.02),
+            [
+                "/dev/shm  3.22 GB (3.00 GiB) for each of 4 engines",
+                "writes    1.15 GB (1.07 GiB) a second for each engine",
+                "hours     0.06 at 20,000 tokens/s an engine",
+                "storage   19.84 a month at 0.02 a GB",
+                "compute   3.84 for 1.92 GPU hours at 2",
+                "          so keeping the states is cheaper than computing them again within 0.2 months, "
+                "and dearer after that",
+            ],
+        ),
+        (
+            {"count": 64, "tp_size": 2},
+            Rates(tokens_per_second=1000),
+            [
+                "/dev/shm  3.22 GB (3.00 GiB) for each of 64 engines, 12.88 GB (12.00 GiB) for the 4 of a node",
+                "writes    57.34 MB (54.69 MiB) a second for each engine, 229.38 MB (218.75 MiB) for the 4 of a node",
+                "hours     0.08 at 1,000 tokens/s an engine",
+            ],
+        ),
+        ({"device": "cpu"}, Rates(gpu_hour=2.0), ["/dev/shm  3.22 GB (3.00 GiB) for each of 1 engines"]),
+    ],
+)
+def test_what_a_plan_takes_follows_from_rates_and_prices(engine, rates, lines):
+    assert cost_lines(job("in.jsonl", engine=engine), KIMI, 3 << 30, rates) == lines
+
+
+def test_states_that_a_folder_has_no_room_for_are_refused(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=5000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage if folder == tmp_path else pytest.fail(str(folder)))
+    output = open_store(str(tmp_path / "not" / "there"))
+    check_space(output, 5000)
+    with pytest.raises(PlanError, match=r"^output\.url: .* has 5\.00 kB .* left, and the states take 5\.00 kB"):
+        check_space(output, 5001)
+    assert not (tmp_path / "not").exists()
+    check_space(open_store(f"memory://plan-{tmp_path.name}"), 1 << 80)
+
+
+def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=5000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    output = open_store(str(tmp_path / "out"))
+    output.put("shards/u00000000.a.safetensors", bytes(300))
+    check_space(output, 5300)
+    with pytest.raises(PlanError, match=r"capture\.dtype = float8_e4m3"):
+        check_space(output, 5301)
+
+
+def test_plan_command_lists_skipped_rows_and_prices(tmp_path, capsys):
+    work = make_work(tmp_path, [*make_rows(5), []])
+    options = ["--skipped", "--tokens-per-second", "1000", "--gpu-hour", "2", "--gb-month", "0.02"]
+    assert cli.main(["plan", *options, *work.args()]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == "rows.jsonl:6  empty row"
+    assert [line.split()[0] for line in out if line[0] != " "][:-1] == [
+        *("model", "captures", "rows", "tokens", "states", "shards"),
+        *("/dev/shm", "writes", "hours", "storage"),  # and no GPU to pay for
+    ]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--gpu-hour", "-1", *work.args()])
+    assert "must be more than 0" in capsys.readouterr().err

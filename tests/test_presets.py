@@ -147,7 +147,7 @@ def test_the_identity_of_a_run_is_the_boundaries_not_the_preset(tmp_path, monkey
 def test_plan_and_run_take_the_preset_as_a_flag(tmp_path, capsys):
     work = make_work(tmp_path, make_rows(3))
     assert cli.main(["plan", "--preset", "speculators-eagle3", *work.args()]) == 0
-    assert "states      2, 4, 5, 8\n" in capsys.readouterr().out
+    assert "captures  2, 4, 5, 8\n" in capsys.readouterr().out
     wrong = [*work.args(), "--preset", "specforge-eagle3", "--draft-config", "no where.json"]
     for main, args in ((cli.main, ["run", *wrong]), (run.main, wrong)):
         assert main(args) == 2

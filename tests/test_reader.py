@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outputs import NAMES, make_output
+from outputs import NAMES, kept_positions, make_output
 from torch.utils.data import DataLoader
 
 from ray_extract.capture.fp8 import decode
@@ -31,7 +31,7 @@ def bits(tensor):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("keep", ["all", "supervised"])
+@pytest.mark.parametrize("keep", ["all", "supervised", "last", "random:3"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3"])
 def test_items_are_the_rows_that_are_ok_bit_for_bit(tmp_path, format, keep, dtype):
     output = make_output(tmp_path, format=format, keep=keep, dtype=dtype, failed=[4])
@@ -43,7 +43,7 @@ def test_items_are_the_rows_that_are_ok_bit_for_bit(tmp_path, format, keep, dtyp
         assert item["row_id"] == row.row_id
         assert item["input_ids"].dtype == torch.int64 and item["input_ids"].tolist() == row.input_ids.tolist()
         assert item["loss_mask"].tolist() == row.loss_mask.tolist()
-        positions = np.flatnonzero(row.loss_mask) if keep == "supervised" else np.arange(len(row.input_ids))
+        positions = kept_positions(row, keep)
         assert item["positions"].tolist() == positions.tolist()
         for name in NAMES:
             assert item[name].dtype == getattr(torch, "bfloat16" if dtype == "float8_e4m3" else dtype)

@@ -66,7 +66,7 @@ def test_rows_that_failed_or_were_skipped_and_shards_without_others_never_appear
     assert rows_of(HiddenStatesStream(output.url, shuffle=False)) == USABLE
 
 
-@pytest.mark.parametrize("keep", ["all", "supervised"])
+@pytest.mark.parametrize("keep", ["all", "supervised", "random:3"])
 def test_a_batch_is_rows_one_after_the_other(tmp_path, keep):
     output = make_output(tmp_path, lengths=LENGTHS, failed=FAILED, keep=keep)
     data = {item["row"]: item for item in HiddenStates(output.url)}

@@ -23,7 +23,7 @@ from test_ledger import make_rows as make_heads
 
 from ray_extract import cli, layout, run
 from ray_extract.dataset.prepare import PreparedRow
-from ray_extract.dataset.prepared import RowLength
+from ray_extract.dataset.prepared import Lengths, RowLength
 from ray_extract.errors import IdentityMismatch, PlanError, ShardError
 from ray_extract.exporters.export import Request, export
 from ray_extract.ledger import Ledger, Retry, latest_manifest, mended, orphans, read_manifest
@@ -45,7 +45,7 @@ def test_each_failed_row_is_in_one_unit_of_a_round_and_no_other_row_is(
     rows = [RowLength(i, n, n, n > 0) for i, n in enumerate(lengths)]
     usable = [row.row for row in rows if row.usable]
     failed = data.draw(st.sets(st.sampled_from(usable)) if usable else st.just(set()))
-    units = plan_retry(rows, failed, number, **LIMITS)
+    units = plan_retry([Lengths.of(rows)], failed, number, **LIMITS)
     assert [row for unit in units for row in unit.members or ()] == sorted(failed)
     for unit in units:
         members = [rows[row] for row in unit.members or ()]
@@ -70,9 +70,9 @@ def test_units_of_rounds_are_told_from_planned_ones_and_sort_before_them(
 # What a manifest says of a row that is in several shards
 
 
-def lengths_of(rows: Sequence[PreparedRow]) -> list[RowLength]:
-    """What planning needs of rows."""
-    return [RowLength(row.index, len(row.input_ids), len(row.input_ids), row.reason is None) for row in rows]
+def lengths_of(rows: Sequence[PreparedRow]) -> Lengths:
+    """What planning needs of rows whose tokens are all stored."""
+    return Lengths.of(RowLength(row.index, len(row.input_ids), len(row.input_ids), row.reason is None) for row in rows)
 
 
 def commit(ledger: Ledger, unit: Unit, rows: Sequence[int], bad: set[int]) -> Receipt:
@@ -113,8 +113,7 @@ def test_each_row_is_listed_once_where_it_was_ok_first_and_else_where_it_failed_
         # Any rows: another driver's round may hold some that are ok by now.
         rows = data.draw(subsets(usable))
         bad = data.draw(subsets(sorted(rows)))
-        lengths = lengths_of(heads)
-        for unit in plan_retry(lengths, rows, number, **LIMITS):
+        for unit in plan_retry([lengths_of(heads)], rows, number, **LIMITS):
             if data.draw(st.booleans()):  # else it is not committed yet
                 retries.append((unit, place(unit, unit.members or (), bad)))
     receipts = [receipt for receipt in ledger.receipts() if receipt.unit[0] == "u"]
@@ -138,7 +137,7 @@ def test_a_round_that_does_not_fit_its_commit_or_its_rows_makes_no_manifest() ->
     ledger = claimed()
     (unit,) = make_units(heads, 4)
     base = [commit(ledger, unit, [0, 2], {2})]
-    (round_unit,) = plan_retry(lengths_of(heads), {2}, 1, **LIMITS)
+    (round_unit,) = plan_retry([lengths_of(heads)], {2}, 1, **LIMITS)
     receipt = make_receipt(round_unit, "a")
     for wrong, says in (
         ((round_unit, dataclasses.replace(receipt, rows=2)), "plan has 1 rows"),

@@ -102,7 +102,7 @@ def test_plan_says_what_a_job_takes_and_writes_nothing(tmp_path: Path, capsys: p
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["plan", *work.args()]) == 0
     out = capsys.readouterr().out
-    assert "states      2, 4, 5, final" in out
+    assert "captures  2, 4, 5, final" in out
     assert "6 = 5 usable + 1 skipped" in out
     assert "shards    3" in out
     assert sorted(tmp_path.rglob("*")) == before

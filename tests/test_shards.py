@@ -67,7 +67,7 @@ def assert_equal(shard, image):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("keep", ["all", "supervised"])
+@pytest.mark.parametrize("keep", ["all", "supervised", "last", "random:3"])
 def test_a_shard_reads_back_equal_to_its_image(store, format, keep):
     image = make_image([5, 1, 37, 10, 11, 3], keep=keep, failed=[3], first_row=70)
     size = write(store, "shards/a", image, format)
@@ -79,7 +79,7 @@ def test_a_shard_reads_back_equal_to_its_image(store, format, keep):
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=9),
-    keep=st.sampled_from(["all", "supervised"]),
+    keep=st.sampled_from(["all", "supervised", "last", "random:3"]),
     dtype=st.sampled_from(["BF16", "F16", "F32", FP8]),
     piece_tokens=st.integers(1, 70),
     seed=st.integers(0, 9),

@@ -105,7 +105,8 @@ def test_the_ledgers_objects_outlive_the_sink(tmp_path: Path) -> None:
     with product.sink(tmp_path, processes=2) as options:
         store = open_store("s3://rows/run", options)
         assert [item.size for item in store.list("shards/")] == [len(image)]
-        assert [r.size for r in Ledger(store).whole_receipts()] == [len(image)]
+        ledger = Ledger(store)
+        assert [r.size for r in ledger.whole_receipts(ledger.listing())] == [len(image)]
         assert store.get_range("plan/rows.parquet", (20 << 20) - 1, 2) == b"\x00\x01"
         with pytest.raises(NotFound):
             store.get("plan/units.parquet")

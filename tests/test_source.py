@@ -4,6 +4,7 @@ import bz2
 import gzip
 import io
 import json
+import time
 
 import fsspec
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_extract.config import DatasetConfig
-from ray_extract.dataset import source
+from ray_extract.dataset import formats
 from ray_extract.dataset.source import read_records, source_fingerprint
 from ray_extract.errors import DatasetError
 
@@ -21,6 +22,32 @@ RECORDS = [{"text": f"row {i} \N{SNOWMAN}"} for i in range(5)]
 
 def jsonl(records=RECORDS):
     return "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records).encode()
+
+
+def array(records=RECORDS):
+    return json.dumps(records, ensure_ascii=False, indent=1).encode()
+
+
+def arrow_stream(records=RECORDS):
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(records)
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return sink.getvalue()
+
+
+def arrow_file(records=RECORDS):
+    sink = io.BytesIO()
+    table = pa.Table.from_pylist(records)
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return sink.getvalue()
+
+
+def parquet(records=RECORDS):
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), sink, row_group_size=2, write_page_checksum=True)
+    return sink.getvalue()
 
 
 def dataset(*paths, **options):
@@ -40,7 +67,7 @@ def test_jsonl_records_are_named_by_file_and_number(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_lines_survive_any_chunk_size_and_blank_ones_do_not_count(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(source, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(formats, "CHUNK_BYTES", chunk)
     (tmp_path / "a.jsonl").write_bytes(b"\n" + jsonl().replace(b"\n", b"\r\n \n"))
     records = list(read_records(dataset(tmp_path / "a.jsonl")))
     assert [(r.value, r.source) for r in records] == [(v, f"a.jsonl:{n}") for n, v in enumerate(RECORDS, start=1)]
@@ -85,16 +112,24 @@ def test_compressed_jsonl_is_read_to_its_end(tmp_path, ending, compress):
     assert values(path) == RECORDS
 
 
-@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
-def test_cut_compressed_file_is_an_error_not_a_short_data_set(tmp_path, ending, compress):
-    path = tmp_path / f"a.jsonl{ending}"
-    path.write_bytes(compress(jsonl(RECORDS * 1000))[:-20])
-    with pytest.raises(DatasetError, match=r"dataset\.paths = .*a\.jsonl.*cannot be read"):
+@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)])
+@pytest.mark.parametrize("pack", [jsonl, array], ids=["jsonl", "json"])
+def test_cut_compressed_file_is_refused_or_kept_up_to_the_cut(tmp_path, ending, compress, pack):
+    noise = [{"text": np.random.default_rng(i).bytes(20).hex()} for i in range(3000)]
+    path = tmp_path / f"a.{pack.__name__.replace('array', 'json')}{ending}"
+    path.write_bytes(compress(pack(noise))[:-20])
+    with pytest.raises(DatasetError, match=r"a\.json.*damaged at byte \d+ of what it unpacks to.*set dataset\.damaged"):
         list(read_records(dataset(path)))
+    *good, last = read_records(dataset(path, damaged="keep"))
+    if ending != ".bz2":  # whose blocks are of 900 kB, and those of zstd of 128
+        assert len(good) > 2000
+    assert [r.value for r in good if r.value] == noise[: sum(r.value is not None for r in good)]
+    assert last.reason.startswith("damaged file: at byte ")
+    assert f"after record {len(good)}: " in last.reason
 
 
 def test_parquet_is_streamed_in_batches_with_known_columns_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(source, "BATCH_RECORDS", 2)
+    monkeypatch.setattr(formats, "BATCH_RECORDS", 2)
     rows = [
         {"messages": [{"role": "user", "content": f"{i}"}], "input_ids": list(range(i)), "other": b"x"}
         for i in range(5)
@@ -114,6 +149,164 @@ def test_parquet_without_a_known_column_names_what_it_has(tmp_path):
     with pytest.raises(DatasetError, match=r"it has prompt; name the right ones in dataset\.fields"):
         values(tmp_path / "a.parquet")
     assert values(tmp_path / "a.parquet", fields={"text": "prompt"}) == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize("chunk", [3, 7, 64, 1 << 20])
+def test_elements_of_a_json_array_are_records_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", chunk)
+    deep = {"text": '}]," \\u00e9 \N{SNOWMAN}', "n": -1.5e3, "deep": [{"a": [True, None]}]}
+    odd = [*RECORDS, deep, 17, -1e9, "x", []]
+    for text in (array(odd), b"\xef\xbb\xbf \n" + array(odd) + b"\n\n", json.dumps(odd).encode()):
+        (tmp_path / "a.json").write_bytes(text)
+        records = list(read_records(dataset(tmp_path / "a.json")))
+        assert [r.value for r in records] == [v if isinstance(v, dict) else None for v in odd]
+        assert [r.source for r in records] == [f"a.json:{n}" for n in range(1, len(odd) + 1)]
+        assert [r.reason for r in records[6:]] == [f"not a JSON object: {t}" for t in ("int", "float", "str", "list")]
+
+
+@pytest.mark.parametrize("text", [b"[]", b" [ ]\n", b"", b"  \n"])
+def test_json_array_may_be_empty(tmp_path, text):
+    (tmp_path / "a.json").write_bytes(text)
+    assert values(tmp_path / "a.json") == []
+
+
+def test_json_file_of_lines_is_read_as_lines(tmp_path):
+    (tmp_path / "a.json").write_bytes(jsonl() + b"{oops\n")
+    records = list(read_records(dataset(tmp_path / "a.json")))
+    assert [r.value for r in records] == [*RECORDS, None]
+
+
+@pytest.mark.parametrize("chunk", [3, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "record", "place"),
+    [
+        ('[{"text": "é"}, {"text": oops}]', 1, "byte 26: Expecting value"),
+        ('[{"text": "é"}, {"text": "cut', 1, "byte 26: Unterminated string starting at"),
+        ('[{"text": "é"}, ', 1, "byte 17: Expecting value"),
+        ('[{"text": "é"}', 1, "byte 15: Expecting ',' or ']'"),
+        ('[{"text": "é"} {"text": "b"}]', 1, "byte 16: Expecting ',' or ']'"),
+        ('[{"text": "é"}, ]', 1, "byte 17: Expecting value"),
+        ('[{"text": "é"}] x', 1, "byte 17: more text behind the array"),
+        (b'[{"text": "\xc3\xa9"}, {"text": "\xff"}]', 1, "byte 27: not UTF-8"),
+        ('[{"text": ' + "[" * 100_000, 0, "byte 1: RecursionError"),
+        ('[{"text": ' + "9" * 5000 + "}]", 0, "byte 1: ValueError"),
+        ("[", 0, "byte 1: Expecting value"),
+    ],
+)
+def test_malformed_array_names_byte_and_record(tmp_path, monkeypatch, text, record, place, chunk):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", chunk)
+    path = tmp_path / "a.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    where, why = place.split(": ", 1)
+    with pytest.raises(DatasetError) as caught:
+        values(path)
+    assert f"a.json': damaged at {where}, after record {record}: {why}; " in str(caught.value)
+    *good, last = read_records(dataset(path, damaged="keep"))
+    assert [r.value for r in good] == [{"text": "é"}] * record
+    assert (last.value, last.source) == (None, f"a.json:{record + 1}")
+    assert last.reason == f"damaged file: at {where}, after record {record}: {why}"
+
+
+def test_array_larger_than_memory_is_streamed():
+    def chunks():
+        yield b"["
+        while True:
+            yield b'{"text": "' + b"x" * 10_000 + b'"},'
+
+    records = formats.read_json(chunks())
+    assert [len(next(records)[0]["text"]) for _ in range(1000)] == [10_000] * 1000
+
+
+def test_long_element_is_not_parsed_at_every_chunk(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1 << 10)
+    (tmp_path / "a.json").write_bytes(array([{"text": "x" * (16 << 20)}]))
+    began = time.process_time()
+    assert len(values(tmp_path / "a.json")[0]["text"]) == 16 << 20
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("pack", [arrow_stream, arrow_file, parquet])
+def test_columns_of_arrow_and_parquet_are_read_without_the_nulls_of_other_rows(tmp_path, pack):
+    rows = [
+        {
+            "messages": [{"role": "user", "call": {"a": 1}}],
+            "input_ids": [1, 2],
+            "other": 1,
+            "tools": "[]",
+            "system": "s",
+        },
+        {"messages": [{"role": "tool", "call": {"b": [None, {"c": 2}]}}], "input_ids": [], "other": 2},
+        {"messages": None, "input_ids": [3], "other": 3},
+    ]
+    path = tmp_path / ("a.parquet" if pack is parquet else "a.arrow")
+    path.write_bytes(pack(rows))
+    found = values(path)
+    assert [v["messages"] for v in found] == [r["messages"] for r in rows]
+    assert [v["input_ids"].tolist() for v in found] == [r["input_ids"] for r in rows]
+    assert {name for v in found for name in v} == {"messages", "input_ids", "tools", "system"}
+    assert (found[0]["tools"], found[0]["system"], found[1]["tools"]) == ("[]", "s", None)
+
+
+@pytest.mark.parametrize("pack", [arrow_stream, arrow_file, parquet])
+def test_damaged_table_is_refused_or_kept_up_to_the_damage(tmp_path, pack):
+    rows = [{"text": np.random.default_rng(i).bytes(4000).hex()} for i in range(8)]
+    path = tmp_path / ("a.parquet" if pack is parquet else "a.arrow")
+    data = bytearray(pack(rows))
+    at = data.index(rows[5]["text"][:100].encode())
+    data[at : at + 9] = b"\xff" * 9
+    path.write_bytes(data)
+    with pytest.raises(DatasetError, match=r"a\.\w+': damaged at byte \d+ or behind it.*, after record 4: "):
+        values(path)
+    *good, last = read_records(dataset(path, damaged="keep"))
+    assert [r.value for r in good] == rows[:4]
+    assert last.reason.startswith("damaged file: at byte ")
+
+
+def test_arrow_stream_cut_between_batches_is_damaged(tmp_path):
+    data = arrow_stream(RECORDS[:2])
+    (tmp_path / "a.arrow").write_bytes(data[: -len(formats._ARROW_STREAM_END)])
+    with pytest.raises(DatasetError, match=r"damaged at byte \d+, after record 2: it has no end mark"):
+        values(tmp_path / "a.arrow")
+
+
+def saved_by_datasets(folder, **state):
+    """As save_to_disk of Hugging Face `datasets` 4 leaves it."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
+    for name, part in zip(names, (RECORDS[:3], RECORDS[3:]), strict=True):
+        (folder / name).write_bytes(arrow_stream(part))
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], **state}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_folder_saved_by_datasets_is_a_source(tmp_path):
+    saved_by_datasets(tmp_path / "ds")
+    records = list(read_records(dataset(tmp_path / "ds")))
+    assert [r.value for r in records] == RECORDS
+    assert records[3].source == "data-00001-of-00002.arrow:1"
+    assert len(source_fingerprint(dataset(tmp_path / "ds"))) == 2
+
+
+def test_folder_saved_by_datasets_that_cannot_be_read_as_it_lies_says_what_to_do(tmp_path):
+    saved_by_datasets(tmp_path / "indexed", _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DatasetError, match=r"indexed'.*flatten_indices\(\)"):
+        values(tmp_path / "indexed")
+    saved_by_datasets(tmp_path / "dict" / "train")
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DatasetError, match=r"holds the splits train, test; name one, such as .*dict/train"):
+        values(tmp_path / "dict")
+    assert values(tmp_path / "dict" / "train") == RECORDS
+
+
+def test_what_a_store_refuses_is_no_damage(monkeypatch):
+    def read(*_):
+        raise TimeoutError("the store is away")
+
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/away/a.jsonl.gz", gzip.compress(jsonl()))
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFile, "read", read, raising=False)
+    with pytest.raises(DatasetError, match=r"cannot be read \(TimeoutError: the store is away\)"):
+        values("memory://away/a.jsonl.gz", damaged="keep")
 
 
 def test_globs_are_sorted_and_paths_keep_their_order(tmp_path):
@@ -166,11 +359,12 @@ def test_fingerprint_is_of_content_and_order_not_of_names(tmp_path):
         ("", r"a folder; name its files, such as .*/\*\.jsonl"),
         ("a.txt", r"unknown ending; .*dataset\.format"),
         ("b.parquet.gz", "unknown ending"),
-        ("broken.parquet", "cannot be read"),
+        ("broken.parquet", r"damaged at its end, after record 0: .*magic bytes"),
+        ("broken.arrow", r"damaged at byte 0 or behind it, after record 0"),
     ],
 )
 def test_unreadable_path_is_explained(tmp_path, name, message):
-    for other in ("a.txt", "b.parquet.gz", "broken.parquet"):
+    for other in ("a.txt", "b.parquet.gz", "broken.parquet", "broken.arrow"):
         (tmp_path / other).write_bytes(jsonl())
     with pytest.raises(DatasetError, match=message) as caught:
         values(tmp_path / name)

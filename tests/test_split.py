@@ -13,7 +13,7 @@ from simulated import Work, check_output, make_rows, make_work
 from test_ledger import make_receipt
 
 from ray_extract import cli, driver, layout, run
-from ray_extract.dataset.prepared import RowLength
+from ray_extract.dataset.prepared import Lengths, RowLength
 from ray_extract.errors import PlanError
 from ray_extract.ledger import Ledger, orphans
 from ray_extract.model import ModelShape
@@ -28,7 +28,8 @@ LIMITS = {"token_bytes": 8, "shard_bytes": 1000, "max_rows": 50}
 def test_halves_hold_the_rows_of_the_whole_down_to_single_ones(kept: list[int], data: st.DataObject) -> None:
     rows = [RowLength(row, n + 1, n, data.draw(st.booleans())) for row, n in enumerate(kept)]
     usable = [row for row in rows if row.usable]
-    units = [*plan_units(rows, **LIMITS), *plan_retry(rows, {row.row for row in usable}, 1, **LIMITS)]
+    lengths = [Lengths.of(rows)]
+    units = [*plan_units(lengths, **LIMITS), *plan_retry(lengths, {row.row for row in usable}, 1, **LIMITS)]
     for unit in units:
         todo, singles = [(unit, usable)], []
         while todo:

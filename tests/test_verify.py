@@ -39,7 +39,7 @@ def snapshot(folder):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("keep", ["all", "supervised"])
+@pytest.mark.parametrize("keep", ["all", "supervised", "last", "random:3"])
 def test_a_right_output_passes_and_is_not_touched(tmp_path, format, keep):
     output = make_output(tmp_path, format=format, keep=keep, failed=[4])
     before = snapshot(tmp_path / "out")

@@ -129,7 +129,7 @@ class Model:
     def add_image(self) -> None:
         lengths = [self.random.randint(1, 12) for _ in range(self.random.randint(1, 4))]
         self.seed += 1
-        live = open_image(self.arena, lengths, self.random.choice(["all", "supervised"]), self.seed)
+        live = open_image(self.arena, lengths, self.random.choice(["all", "supervised", "last", "random:3"]), self.seed)
         part = slice(live.extent.offset, live.extent.offset + live.extent.nbytes)
         self.expected[part] = np.frombuffer(live.extent.buffer, np.uint8)
         self.marks |= {(live.extent.slot, row): Marks() for row in range(len(lengths))}

@@ -10,7 +10,9 @@ transformers is imported only when a record needs a tokenizer; records with read
 """
 
 import dataclasses
+import functools
 import hashlib
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +34,7 @@ _ROLES = {
     "user": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
+    "function_call": "assistant",
     "assistant": "assistant",
     "model": "assistant",
     "system": "system",
@@ -46,7 +49,16 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Unusable(Exception):  # noqa: N818 - it is a verdict on a row, not a failure of ours
-    """A record that cannot become a row; the message is the reason."""
+    """A record that cannot become a row; the message is the reason.
+
+    Args:
+        reason: why; the text before the first colon is its kind.
+        rendered: the conversation as the template renders it, where that shows why.
+    """
+
+    def __init__(self, reason: str, rendered: str | None = None) -> None:
+        super().__init__(reason)
+        self.rendered = rendered
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -62,18 +74,26 @@ class Tokens:
     loss_mask: Mask
 
 
-def normalise(conversation: object) -> list[Message]:
+def normalise(conversation: object, tool_arguments: str = "object") -> list[Message]:
     """Messages in OpenAI's spelling from OpenAI's or ShareGPT's; fields that are neither pass through.
 
+    Args:
+        conversation: of a record. A mapping of lists, as which some tables hold one, is a list of mappings.
+        tool_arguments: see DatasetConfig.
+
     Raises:
-        Unusable: not a list of messages, a role or a content that is not understood.
+        Unusable: not a list of messages, a role, a content or a tool call that is not understood.
     """
+    if isinstance(conversation, dict) and all(isinstance(v, list | tuple) for v in conversation.values()):
+        if len({len(column) for column in conversation.values()}) > 1:
+            raise Unusable("unusable conversation: its fields are lists of different lengths")
+        conversation = [dict(zip(conversation, row, strict=True)) for row in zip(*conversation.values(), strict=True)]
     if not isinstance(conversation, list | tuple) or not conversation:
         raise Unusable("empty conversation" if conversation in ([], ()) else "unusable conversation: not a list")
-    return [_normalise_message(i, message) for i, message in enumerate(conversation, start=1)]
+    return [_normalise_message(i, message, tool_arguments) for i, message in enumerate(conversation, start=1)]
 
 
-def _normalise_message(number: int, message: object) -> Message:
+def _normalise_message(number: int, message: object, tool_arguments: str) -> Message:
     if not isinstance(message, dict):
         raise Unusable(f"unusable message: message {number} is not an object")
     fields = {name: value for name, value in message.items() if value is not None}
@@ -84,9 +104,71 @@ def _normalise_message(number: int, message: object) -> Message:
     content = fields.pop("content", None)
     if content is None:
         content = fields.pop("value", None)
-    if content is None and not fields.get("tool_calls"):
+    calls = fields.pop("tool_calls", None)
+    if calls is None and "function_call" in fields:  # OpenAI's spelling before tool_calls
+        calls = fields.pop("function_call")
+    if str(role).lower() == "function_call":  # ShareGPT's
+        calls, content = _parsed(number, content), None
+    if calls:
+        calls = calls if isinstance(calls, list | tuple) else [calls]
+        fields["tool_calls"] = [_tool_call(number, call, tool_arguments) for call in calls]
+    elif content is None:
         raise Unusable(f"unusable content: message {number} has none")
     return {"role": name, "content": None if content is None else _text_of(number, content), **fields}
+
+
+def _tool_call(number: int, call: object, tool_arguments: str) -> Message:
+    if not isinstance(call, dict):
+        raise Unusable(f"unusable tool call: message {number} has one that is not an object")
+    call = _as_function(call)
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Unusable(f"unusable tool call: message {number} has one without a name")
+    arguments = function.get("arguments")
+    if arguments is None:
+        return call
+    if tool_arguments == "object" and isinstance(arguments, str):
+        arguments = _parsed(number, arguments or "{}")
+        if not isinstance(arguments, dict):
+            raise Unusable(f"unusable tool call: message {number} has arguments that are not an object")
+    elif tool_arguments == "string" and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_function(item: Message) -> Message:
+    """A tool or a tool call in OpenAI's spelling, `{"type": "function", "function": {...}}`, also from a bare one."""
+    return item if "function" in item or "name" not in item else {"type": "function", "function": item}
+
+
+def _parsed(number: int, text: object) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise Unusable(f"unusable tool call: message {number} has one that is not JSON") from None
+
+
+def normalise_tools(tools: object) -> list[Message] | None:
+    """The tools of a conversation in OpenAI's spelling, from a list or its JSON; None if there are none.
+
+    Raises:
+        Unusable: they are no list of named objects.
+    """
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise Unusable("unusable tools: not JSON") from None
+    if not tools:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("unusable tools: not a list of objects")
+    found = [_as_function(tool) for tool in tools]
+    if not all(isinstance(f := tool.get("function"), dict) and isinstance(f.get("name"), str) for tool in found):
+        raise Unusable("unusable tools: one has no name")
+    return found
 
 
 def _text_of(number: int, content: object) -> str:
@@ -171,7 +253,7 @@ class Encoder:
         names = self._dataset.fields
         for name in names.messages:
             if record.get(name) is not None:
-                tokens = self._encode_chat(record[name])
+                tokens = self._encode_chat(record[name], record.get(names.system), record.get(names.tools))
                 break
         else:
             if record.get(names.text) is not None:
@@ -183,11 +265,15 @@ class Encoder:
         check_vocabulary(tokens.input_ids, self._vocab_size)
         return tokens
 
-    def _encode_chat(self, conversation: object) -> Tokens:
-        messages = normalise(conversation)
+    def _encode_chat(self, conversation: object, system: object, tools: object) -> Tokens:
+        messages = normalise(conversation, self._dataset.tool_arguments)
+        if system and messages[0]["role"] not in ("system", "developer"):
+            if not isinstance(system, str):
+                raise Unusable(f"unusable system: {type(system).__name__}")
+            messages.insert(0, {"role": "system", "content": system})
         if self._chat is None:
             self._chat = _Chat(self._load(), self._dataset)
-        return self._chat.encode(messages, self._dataset.mask)
+        return self._chat.encode(messages, self._dataset.mask, normalise_tools(tools))
 
     def _encode_text(self, text: object) -> Tokens:
         if not isinstance(text, str):
@@ -276,24 +362,26 @@ class _Chat:
         self._key, self._template = _find_template(tokenizer, dataset)
         self._marks_generation = bool(_GENERATION.search(self._template))
 
-    def encode(self, messages: list[Message], mode: str) -> Tokens:
+    def encode(self, messages: list[Message], mode: str, tools: list[Message] | None = None) -> Tokens:
         """Render and tokenize; `mode` is `assistant`, `last_assistant` or `all`."""
-        if mode == "all":
-            text = self._render(messages)
-            ids = self._ids(_tokenize(self._tokenizer, text, add_special_tokens=False))
-            return Tokens(ids, np.ones(len(ids), np.uint8))
-        if self._marks_generation:
-            text, spans = self._render_with_spans(messages)
+        render = functools.partial(self._render, tools)
+        if mode == "all" or not self._marks_generation:
+            text, spans = render(messages), list[Span]()
         else:
-            text = self._render(messages)
-            spans = turn_spans(text, messages, lambda part, prompt: self._render(part, generation_prompt=prompt))
-        if mode == "last_assistant":
-            spans = spans[-1:]
+            text, spans = self._render_with_spans(messages, tools)
+        _require_rendered(text, messages, tools)
         encoding = _tokenize(self._tokenizer, text, add_special_tokens=False)
         ids = self._ids(encoding)
-        mask = self._mask(text, encoding, ids, spans)
+        if mode == "all":
+            return Tokens(ids, np.ones(len(ids), np.uint8))
+        try:
+            if not self._marks_generation:
+                spans = turn_spans(text, messages, render)
+            mask = self._mask(text, encoding, ids, spans[-1:] if mode == "last_assistant" else spans)
+        except Unusable as unusable:
+            raise Unusable(str(unusable), text) from None
         if not mask.any():
-            raise Unusable("no supervised token")
+            raise Unusable("no supervised token", text)
         return Tokens(ids, mask)
 
     @staticmethod
@@ -317,10 +405,11 @@ class _Chat:
             raise Unusable("undecidable mask: a token spans the border of an assistant turn")
         return len(part)
 
-    def _render(self, messages: list[Message], *, generation_prompt: bool = False) -> str:
+    def _render(self, tools: list[Message] | None, messages: list[Message], generation_prompt: bool = False) -> str:
         text: str = self._guarded(
             lambda: self._tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -329,7 +418,7 @@ class _Chat:
         )
         return text
 
-    def _render_with_spans(self, messages: list[Message]) -> tuple[str, list[Span]]:
+    def _render_with_spans(self, messages: list[Message], tools: list[Message] | None) -> tuple[str, list[Span]]:
         # Not `return_assistant_tokens_mask`: it marks everything up to the end of the row when the last character of a
         # block has no token, and drops all later blocks when the first one has none.
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -337,6 +426,7 @@ class _Chat:
         texts, spans = self._guarded(
             lambda: render_jinja_template(
                 [messages],
+                tools=tools,
                 chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 add_generation_prompt=False,
@@ -355,6 +445,15 @@ class _Chat:
         except Exception as error:  # a template is a program of its own; what it raises on this row is about this row
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise Unusable(f"chat template: {first}") from None
+
+
+def _require_rendered(text: str, messages: list[Message], tools: list[Message] | None) -> None:
+    """Templates that know no tools leave them out without a word."""
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    for what, items in (("tool calls", calls), ("tools", tools or [])):
+        for item in items:
+            if item["function"]["name"] not in text:
+                raise Unusable(f"chat template: it leaves out the {what} of the conversation", text)
 
 
 def _find_template(tokenizer: Any, dataset: DatasetConfig) -> tuple[str, str]:
@@ -405,29 +504,69 @@ def turn_spans(full: str, messages: list[Message], render: Callable[[list[Messag
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if i == 0:
-            raise Unusable("undecidable mask: the first turn is the assistant's and the template marks no generation")
-        start = _turn_start(full, messages[:i], message, render)
-        end = _turn_end(full, start, message, render(messages[: i + 1], False))
-        if start < at:
-            raise Unusable(f"undecidable mask: assistant turns overlap at message {i + 1}")
+        before = _opening(message, render) if i == 0 else render(messages[:i], True)
+        start = len(before)
+        if start < at or not full.startswith(before):
+            if i == 0:
+                raise _no_prefix(1)
+            plain = render(messages[:i], False)
+            head = _head(full, at, plain, i)
+            if not before.startswith(plain[:head]):
+                raise _no_prefix(i)
+            start = at + _turn_start(full[at:], before[head:], plain[head:], message, i)
+            before = plain[:head] + full[at:start]
+        end = _turn_end(full, start, message, before, render(messages[: i + 1], False))
         spans.append((start, end))
         at = end
     return spans
 
 
-def _turn_start(
-    full: str, before: list[Message], message: Message, render: Callable[[list[Message], bool], str]
-) -> int:
-    prompted = render(before, True)
+def _opening(message: Message, render: Callable[[list[Message], bool], str]) -> str:
+    """What a conversation that begins with the assistant's turn has before its content.
+
+    There is nothing to render before it. But the prompt for a turn is known from that for the next one, and where it is
+    in the turn's rendering, if only once.
+    """
+    alone, prompted = render([message], False), render([message], True)
+    prompt = prompted[len(alone) :]
+    if not prompt or not prompted.startswith(alone) or alone.count(prompt) != 1:
+        raise Unusable("undecidable mask: the first turn is the assistant's, and where it begins is not clear")
+    return alone[: alone.index(prompt) + len(prompt)]
+
+
+def _no_prefix(count: int) -> Unusable:
+    return Unusable(f"undecidable mask: the rendering of the first {count} messages is no prefix of the whole")
+
+
+def _head(full: str, at: int, before: str, count: int) -> int:
+    """How much of the rendering of the first `count` messages lies before character `at` of the whole.
+
+    Earlier turns may have a block of reasoning there that the whole has not: Qwen3 shows that of the turns since the
+    last question. Then the last turn's end is looked for, and what follows it must follow it in the whole, too.
+    """
+    if full.startswith(before):
+        return at
+    mark = full[max(0, at - 32) : at]
+    found = []
+    place = before.find(mark) if mark else -1
+    while place >= 0:
+        if full.startswith(before[place + len(mark) :], at):
+            found.append(place + len(mark))
+        place = before.find(mark, place + 1)
+    if len(found) != 1:
+        raise _no_prefix(count)
+    return found[0]
+
+
+def _turn_start(full: str, prompted: str, plain: str, message: Message, count: int) -> int:
+    """Where a turn starts in the rest of the whole, given those of the messages before it with and without a prompt."""
     if full.startswith(prompted):
         return len(prompted)
     # A generation prompt may open a block of reasoning that past turns do not have (DeepSeek-R1, Qwen3 Thinking):
     # then the turn starts where the two part, or a bit before if the content happens to go on like the prompt.
-    plain = render(before, False)
     shared = _shared_prefix(prompted, full)
     if not full.startswith(plain) or shared <= len(plain):
-        raise Unusable(f"undecidable mask: the rendering of the first {len(before)} messages is no prefix of the whole")
+        raise _no_prefix(count)
     content = (message["content"] or "").strip()
     found = full.rfind(content, len(plain), shared + len(content)) if content else -1
     return shared if found < 0 else found
@@ -437,11 +576,11 @@ def _shared_prefix(a: str, b: str) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _turn_end(full: str, start: int, message: Message, through: str) -> int:
-    """Where the turn that starts at `start` ends, given the rendering of the conversation up to and with it."""
+def _turn_end(full: str, start: int, message: Message, before: str, through: str) -> int:
+    """Where the turn that starts at `start` ends, given the renderings of what is before it, and of both."""
     problem = Unusable("undecidable mask: the rendering of an assistant turn differs inside the whole conversation")
-    turn = through[start:]
-    if not through.startswith(full[:start]):
+    turn = through[len(before) :]
+    if not through.startswith(before):
         raise problem
     if full.startswith(turn, start):
         return start + len(turn.rstrip())

@@ -4,10 +4,16 @@ Rows are tokenized once and stored under the output prefix, so that every worker
 token ids whatever tokenizer, template or clock it has.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import hashlib
+import itertools
 import json
+import multiprocessing
+import os
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +23,16 @@ import numpy.typing as npt
 from ray_extract.config import Job
 from ray_extract.dataset.chat import Encoder, Tokens, Unusable
 from ray_extract.dataset.source import SourceRecord, read_records
-from ray_extract.errors import ConfigError
+from ray_extract.errors import ConfigError, DatasetError
 from ray_extract.model import ModelShape
+from ray_extract.shards.image import kept_tokens, row_digest
 
 # SGLang keeps a few positions of its context for output: it takes prompts of up to context - 6 tokens.
 CONTEXT_SLACK = 8
 
 MAX_REASON = 200
+MAX_RENDERED = 400
+_BATCH_RECORDS = 64  # of a process at once
 _SPACE = re.compile(r"\s+")
 
 
@@ -38,7 +47,8 @@ class PreparedRow:
         input_ids: i32 [n]; empty if skipped.
         loss_mask: u8 [n].
         reason: why the row is skipped; the text before the first colon is its kind.
-        truncated: whether the end was cut off (`overlong: truncate`).
+        truncated: whether a part was cut off (`overlong`: `right` or `left`).
+        rendered: of a skipped conversation, its text, where that shows why; shortened, and not stored with it.
     """
 
     index: int
@@ -48,10 +58,11 @@ class PreparedRow:
     loss_mask: npt.NDArray[np.uint8]
     reason: str | None = None
     truncated: bool = False
+    rendered: str | None = None
 
     def kept(self, keep: str) -> int:
         """Tokens whose states are stored under `capture.keep`."""
-        return len(self.input_ids) if keep == "all" else int(np.count_nonzero(self.loss_mask))
+        return kept_tokens(self.loss_mask, keep)
 
 
 def reason_kind(reason: str) -> str:
@@ -60,11 +71,13 @@ def reason_kind(reason: str) -> str:
 
 
 def row_id(input_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.uint8]) -> str:
-    """Identity of a usable row: 32 hex characters of sha256(ids as i32 little-endian, a zero byte, mask)."""
-    digest = hashlib.sha256(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
-    digest.update(b"\0")
-    digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
-    return digest.hexdigest()[:32]
+    """Identity of a usable row: the first 32 hex characters of its digest."""
+    return row_digest(input_ids, loss_mask).hex()[:32]
+
+
+def chance(seed: int, purpose: str, index: int) -> int:
+    """A number of 64 random bits that only its arguments decide."""
+    return int.from_bytes(hashlib.blake2b(f"{purpose} {seed} {index}".encode(), digest_size=8).digest(), "big")
 
 
 def token_limit(job: Job, shape: ModelShape) -> int:
@@ -87,30 +100,87 @@ def token_limit(job: Job, shape: ModelShape) -> int:
 
 
 def prepare(job: Job, shape: ModelShape) -> Iterator[PreparedRow]:
-    """Tokenize the whole data set, one row at a time.
+    """Tokenize the whole data set, one row at a time, in `dataset.processes` processes.
 
     Raises:
         ConfigError, DatasetError: the data set as a whole cannot be prepared.
     """
     limit = token_limit(job, shape)
-    encoder = Encoder(job.model, shape.path, job.dataset, shape.vocab_size)
-    for index, record in enumerate(read_records(job.dataset)):
-        try:
-            if record.value is None:
-                raise Unusable(record.reason or "malformed record")
-            tokens, truncated = _fit(encoder.encode(record.value), limit, job.dataset.overlong)
-            _require_kept(tokens, truncated, job)
-        except Unusable as unusable:
-            yield _skipped(index, record, str(unusable))
-            continue
-        yield PreparedRow(
-            index=index,
-            row_id=row_id(tokens.input_ids, tokens.loss_mask),
-            source=record.source,
-            input_ids=tokens.input_ids,
-            loss_mask=tokens.loss_mask,
-            truncated=truncated,
-        )
+    numbered = enumerate(read_records(job.dataset))
+    batches = iter(lambda: list(itertools.islice(numbered, _BATCH_RECORDS)), [])
+    if job.dataset.processes == 1:
+        encoder = Encoder(job.model, shape.path, job.dataset, shape.vocab_size)
+        for batch in batches:
+            for index, record in batch:
+                yield _prepare(index, record, encoder, limit, job)
+        return
+    # Not forked, since threads of Arrow and fsspec run here.
+    pool = concurrent.futures.ProcessPoolExecutor(
+        job.dataset.processes, multiprocessing.get_context("spawn"), _begin, (job, shape)
+    )
+    try:
+        ahead: collections.deque[concurrent.futures.Future[list[PreparedRow]]] = collections.deque()
+        for batch in batches:
+            ahead.append(pool.submit(_prepare_batch, batch))
+            if len(ahead) > 2 * job.dataset.processes:
+                yield from ahead.popleft().result()
+        while ahead:
+            yield from ahead.popleft().result()
+    except concurrent.futures.BrokenExecutor:
+        raise DatasetError(
+            f"dataset.processes = {job.dataset.processes}: one of them died, perhaps for want of memory; ask for fewer"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+# Of a process of the pool.
+_work: tuple[Encoder, int, Job]
+
+
+def _begin(job: Job, shape: ModelShape) -> None:
+    global _work
+    # Else it would wait for work for ever, were the driver killed.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _work = Encoder(job.model, shape.path, job.dataset, shape.vocab_size), token_limit(job, shape), job
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _prepare_batch(batch: list[tuple[int, SourceRecord]]) -> list[PreparedRow]:
+    return [_prepare(index, record, *_work) for index, record in batch]
+
+
+def _prepare(index: int, record: SourceRecord, encoder: Encoder, limit: int, job: Job) -> PreparedRow:
+    data = job.dataset
+    try:
+        if record.value is None:
+            raise Unusable(record.reason or "malformed record")
+        if data.sample < 1 and chance(data.seed, "sample", index) >= data.sample * (1 << 64):
+            raise Unusable("not sampled")
+        whole = encoder.encode(record.value)
+        if data.overlong == "refuse" and len(whole.input_ids) > limit:
+            raise DatasetError(
+                f"{record.source}: {len(whole.input_ids)} tokens are more than {limit}, and dataset.overlong = refuse; "
+                "set it to skip, right or left, or raise dataset.max_tokens"
+            )
+        tokens, truncated = _fit(whole, limit, data.overlong)
+        _require(tokens, whole, job)
+    except Unusable as unusable:
+        return _skipped(index, record, unusable)
+    return PreparedRow(
+        index=index,
+        row_id=row_id(tokens.input_ids, tokens.loss_mask),
+        source=record.source,
+        input_ids=tokens.input_ids,
+        loss_mask=tokens.loss_mask,
+        truncated=truncated,
+    )
 
 
 def _fit(tokens: Tokens, limit: int, overlong: str) -> tuple[Tokens, bool]:
@@ -121,18 +191,28 @@ def _fit(tokens: Tokens, limit: int, overlong: str) -> tuple[Tokens, bool]:
         return tokens, False
     if overlong == "skip":
         raise Unusable(f"overlong: {length} > {limit} tokens")
+    part = slice(None, limit) if overlong == "right" else slice(-limit, None)
     # Copies, since a view would keep the whole row in memory.
-    return Tokens(tokens.input_ids[:limit].copy(), tokens.loss_mask[:limit].copy()), True
+    return Tokens(tokens.input_ids[part].copy(), tokens.loss_mask[part].copy()), True
 
 
-def _require_kept(tokens: Tokens, truncated: bool, job: Job) -> None:
+def _require(tokens: Tokens, whole: Tokens, job: Job) -> None:
+    """Raises Unusable for a row that would teach nothing, or that a filter leaves out."""
+    length, supervised = len(tokens.input_ids), int(np.count_nonzero(tokens.loss_mask))
+    if not supervised and whole.loss_mask.any():
+        side = "beyond token" if job.dataset.overlong == "right" else "before the last"
+        raise Unusable(f"no supervised token: all of them lie {side} {length}, where the row was cut")
     # A mask that a data set brings along may be all zero on purpose, unless only supervised tokens are stored.
-    if (truncated or job.capture.keep == "supervised") and not tokens.loss_mask.any():
-        detail = f": all of them lie beyond token {len(tokens.loss_mask)}, where the row was cut" if truncated else ""
-        raise Unusable(f"no supervised token{detail}")
+    if not supervised and job.capture.keep == "supervised":
+        raise Unusable("no supervised token")
+    if length < job.dataset.min_tokens:
+        raise Unusable(f"too short: {length} < {job.dataset.min_tokens} tokens")
+    if supervised < job.dataset.min_supervised:
+        raise Unusable(f"too few supervised tokens: {supervised} < {job.dataset.min_supervised}")
 
 
-def _skipped(index: int, record: SourceRecord, reason: str) -> PreparedRow:
+def _skipped(index: int, record: SourceRecord, unusable: Unusable) -> PreparedRow:
+    reason = str(unusable)
     raw = json.dumps(record.value, sort_keys=True, default=_jsonable) if record.value is not None else reason
     return PreparedRow(
         index=index,
@@ -141,6 +221,7 @@ def _skipped(index: int, record: SourceRecord, reason: str) -> PreparedRow:
         input_ids=np.empty(0, np.int32),
         loss_mask=np.empty(0, np.uint8),
         reason=_one_line(reason),
+        rendered=None if unusable.rendered is None else _shortened(unusable.rendered),
     )
 
 
@@ -152,3 +233,10 @@ def _one_line(reason: str) -> str:
     """Reasons quote the input, which may be long, have line breaks, or not be encodable."""
     clean = _SPACE.sub(" ", reason[: 2 * MAX_REASON]).encode("utf-8", "replace").decode()
     return clean if len(clean) <= MAX_REASON else clean[: MAX_REASON - 1] + "…"
+
+
+def _shortened(text: str) -> str:
+    """A rendering's beginning and end on one line, its line breaks visible."""
+    half = MAX_RENDERED // 2
+    short = text if len(text) <= MAX_RENDERED else f"{text[:half]} … {text[-half:]}"
+    return json.dumps(short.encode("utf-8", "replace").decode(), ensure_ascii=False)

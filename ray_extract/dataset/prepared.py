@@ -29,10 +29,10 @@ from ray_extract.store import Store, StoredFile
 
 log = logging.getLogger(__name__)
 
-PART_ROWS = 4096
-PART_TOKENS = 16 << 20  # 84 MB of ids and masks, so a part of long rows fits in memory too
+PART_ROWS = 1 << 16  # reading the lengths of a part takes some requests, however few its rows are
+PART_TOKENS = 4 << 20  # 21 MB of ids and masks, which a worker reads for a unit's rows
 
-_SCHEMA = pa.schema(
+ROWS_SCHEMA = pa.schema(
     [
         pa.field("index", pa.int64(), nullable=False),
         pa.field("row_id", pa.string(), nullable=False),
@@ -57,6 +57,41 @@ class RowLength(NamedTuple):
     usable: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Lengths:
+    """What planning needs of consecutive rows.
+
+    Args:
+        row: i64 [R], index of each.
+        tokens, kept: i64 [R], prompt tokens, and those whose states are stored.
+        usable: bool [R].
+    """
+
+    row: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.int64]
+    usable: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, rows: Iterable[RowLength]) -> Self:
+        """From one record a row."""
+        columns = np.array([tuple(row) for row in rows], np.int64).reshape(-1, 4)
+        return cls(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3] != 0)
+
+    def where(self, chosen: npt.NDArray[np.bool_] | slice) -> Self:
+        """Some of the rows."""
+        return type(self)(self.row[chosen], self.tokens[chosen], self.kept[chosen], self.usable[chosen])
+
+    def then(self, other: Self) -> Self:
+        """These rows and other ones."""
+        return type(self)(
+            np.concatenate((self.row, other.row)),
+            np.concatenate((self.tokens, other.tokens)),
+            np.concatenate((self.kept, other.kept)),
+            np.concatenate((self.usable, other.usable)),
+        )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowIndex:
     """What the prepared rows are, as a whole.
@@ -67,9 +102,13 @@ class RowIndex:
         usable: rows without a skip reason.
         tokens: prompt tokens of the usable rows.
         kept: tokens of the usable rows whose states are stored.
-        truncated: usable rows whose end was cut off.
+        truncated: usable rows of which a part was cut off.
         skipped: rows by kind of reason.
         digest: sha256 hex over the ids and reasons of all rows in order; the identity of the data set.
+        supervised: supervised tokens of the usable rows.
+        unsupervised: usable rows without any.
+        histogram: usable rows by length: item b counts those of 2^(b-1) to 2^b - 1 tokens.
+        examples: for each kind of reason the first row: source, the reason's details, the rendering if that shows why.
     """
 
     starts: tuple[int, ...]
@@ -80,15 +119,20 @@ class RowIndex:
     truncated: int
     skipped: dict[str, int]
     digest: str
+    supervised: int = 0
+    unsupervised: int = 0
+    histogram: tuple[int, ...] = ()
+    examples: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready form."""
-        return {**dataclasses.asdict(self), "starts": list(self.starts)}
+        return {**dataclasses.asdict(self), "starts": list(self.starts), "histogram": list(self.histogram)}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Self:
         """Inverse of to_json."""
-        return cls(**{**record, "starts": tuple(record["starts"])})
+        tuples = {"starts": tuple(record["starts"]), "histogram": tuple(record.get("histogram", ()))}
+        return cls(**{**record, **tuples})
 
 
 def write_rows(
@@ -134,7 +178,10 @@ class _Tally:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self._rows = self._usable = self._tokens = self._kept = self._truncated = 0
+        self._supervised = self._unsupervised = 0
+        self._lengths: Counter[int] = Counter()
         self._skipped: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
         self._digest = hashlib.sha256()
 
     def add(self, row: PreparedRow, kept: int) -> None:
@@ -143,12 +190,20 @@ class _Tally:
         self._rows += 1
         self._digest.update(f"{row.row_id}\0{row.reason or ''}\n".encode())
         if row.reason is not None:
-            self._skipped[reason_kind(row.reason)] += 1
+            kind = reason_kind(row.reason)
+            self._skipped[kind] += 1
+            if kind not in self._examples:
+                rendered = f", rendered as {row.rendered}" if row.rendered else ""
+                self._examples[kind] = f"{row.source}{row.reason.removeprefix(kind)}{rendered}"
             return
+        supervised = int(np.count_nonzero(row.loss_mask))
         self._usable += 1
         self._tokens += len(row.input_ids)
         self._kept += kept
         self._truncated += row.truncated
+        self._supervised += supervised
+        self._unsupervised += not supervised
+        self._lengths[len(row.input_ids).bit_length()] += 1
 
     def index(self) -> RowIndex:
         return RowIndex(
@@ -160,6 +215,10 @@ class _Tally:
             truncated=self._truncated,
             skipped=dict(sorted(self._skipped.items())),
             digest=self._digest.hexdigest(),
+            supervised=self._supervised,
+            unsupervised=self._unsupervised,
+            histogram=tuple(self._lengths[bits] for bits in range(max(self._lengths, default=-1) + 1)),
+            examples=dict(sorted(self._examples.items())),
         )
 
 
@@ -180,10 +239,10 @@ def rows_table(rows: list[PreparedRow], keep: str) -> Any:
         pa.array([row.kept(keep) for row in rows], type=pa.int32()),
         pa.array([row.truncated for row in rows], type=pa.bool_()),
         pa.array([row.reason for row in rows], type=pa.string()),
-        pa.ListArray.from_arrays(offsets, ids, type=_SCHEMA.field("input_ids").type),
+        pa.ListArray.from_arrays(offsets, ids, type=ROWS_SCHEMA.field("input_ids").type),
         pa.array([row.loss_mask.tobytes() for row in rows], type=pa.binary()),
     ]
-    return pa.Table.from_arrays(columns, schema=_SCHEMA)
+    return pa.Table.from_arrays(columns, schema=ROWS_SCHEMA)
 
 
 def put_table(store: Store, key: str, table: Any) -> None:
@@ -275,25 +334,32 @@ class PreparedRows:
                 _check_ids(part, layout.rows_key(number))
                 yield part
 
-    def lengths(self) -> Iterator[RowLength]:
-        """Stream the lengths of all rows, without reading their ids.
+    def lengths(self) -> Iterator[Lengths]:
+        """Stream the lengths of all rows, a part at a time, without reading their ids.
 
         Raises:
             PlanError: a part is damaged.
             StoreError: a part cannot be read.
         """
         for part in range(len(self._index.starts)):
-            table = self._length_columns(layout.rows_key(part))
-            index, tokens, kept = (table.column(name).to_pylist() for name in _LENGTH_COLUMNS[:3])
-            usable = table.column("reason").is_null().to_pylist()
-            yield from map(RowLength, index, tokens, kept, usable)
+            table = self._columns(layout.rows_key(part), _LENGTH_COLUMNS)
+            row, tokens, kept = (table.column(name).to_numpy().astype(np.int64) for name in _LENGTH_COLUMNS[:3])
+            yield Lengths(row, tokens, kept, table.column("reason").is_null().to_numpy())
 
-    def _length_columns(self, key: str) -> Any:
+    def skipped(self) -> Iterator[tuple[str, str]]:
+        """Stream source and reason of all skipped rows, without reading ids. Raises as lengths does."""
+        for part in range(len(self._index.starts)):
+            table = self._columns(layout.rows_key(part), ["source", "reason"])
+            for source, reason in zip(*(column.to_pylist() for column in table.columns), strict=True):
+                if reason is not None:
+                    yield source, reason
+
+    def _columns(self, key: str, names: list[str]) -> Any:
         info = self._store.head(key)
         if info is None:
             raise PlanError(f"output.url: {key} is missing; choose another output.url")
         try:
-            return pq.ParquetFile(StoredFile(self._store, key, info.size)).read(columns=_LENGTH_COLUMNS)
+            return pq.ParquetFile(StoredFile(self._store, key, info.size)).read(columns=names)
         except pa.ArrowException as error:
             raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
 
@@ -311,7 +377,7 @@ class PreparedRows:
         key = layout.rows_key(part)
         table = read_table(self._store, key).combine_chunks()
         start, stop = self._bounds(part)
-        if not table.schema.equals(_SCHEMA) or table.column("index").to_pylist() != list(range(start, stop)):
+        if not table.schema.equals(ROWS_SCHEMA) or not np.array_equal(table.column("index"), np.arange(start, stop)):
             raise PlanError(f"output.url: {key} does not hold rows {start} to {stop - 1}; choose another output.url")
         return table
 

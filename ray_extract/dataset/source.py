@@ -1,11 +1,12 @@
-"""Input files as a stream of records: JSONL and Parquet, local or behind any fsspec URL.
+"""Input files as a stream of records, local or behind any fsspec URL; see formats.py for what is in them.
 
-Memory holds one line, or one Parquet row group. A record that cannot be parsed is a record with a reason; only a file
-that cannot be read at all is an error.
+A record that cannot be parsed is a record with a reason. A file that is damaged is an error, or ends with a record that
+says so (`dataset.damaged`); one that cannot be read is an error.
 """
 
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 import posixpath
@@ -15,18 +16,30 @@ from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ray_extract.config import DatasetConfig
+from ray_extract.dataset.formats import (
+    CHUNK_BYTES,
+    Damaged,
+    Parsed,
+    chunks_of,
+    read_arrow,
+    read_json,
+    read_lines,
+    read_parquet,
+)
 from ray_extract.errors import DatasetError
 from ray_extract.store import scrub, secrets_of
 
-CHUNK_BYTES = 1 << 20
-BATCH_RECORDS = 256
-
-# By Arrow rather than by fsspec: fsspec's zstd stops after the first frame of a file that has several, without a word.
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+_FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +48,7 @@ class SourceRecord:
 
     Args:
         source: `<file name>:<number of the record in the file, from 1>`; blank lines do not count.
-        value: the record, or None if it cannot be parsed. Lists of numbers from Parquet are NumPy arrays.
+        value: the record, or None if it cannot be parsed. Lists of numbers from Parquet and Arrow are NumPy arrays.
         reason: why value is None.
     """
 
@@ -80,22 +93,83 @@ def source_fingerprint(cfg: DatasetConfig) -> list[dict[str, Any]]:
 
 
 def _all_records(cfg: DatasetConfig) -> Iterator[SourceRecord]:
-    wanted = {*cfg.fields.messages, cfg.fields.text, cfg.fields.input_ids, cfg.fields.loss_mask}
     for file in _find_files(cfg):
+        number = 0
         try:
-            with file.open() as stream:
+            for value, reason in _read(file, cfg):
+                number += 1
+                yield SourceRecord(f"{file.name}:{number}", value, reason)
+        except Damaged as damage:
+            where = f"at {damage.place}, after record {number}: {scrub(damage.why, secrets_of(cfg.storage_options))}"
+            if cfg.damaged == "refuse":
+                raise DatasetError(
+                    f"dataset.paths = {_bare(file.path)!r}: damaged {where}; get the whole file, or set "
+                    "dataset.damaged = keep to use the records before that"
+                ) from None
+            yield SourceRecord(f"{file.name}:{number + 1}", None, f"damaged file: {where}")
+
+
+def _read(file: _File, cfg: DatasetConfig) -> Iterator[Parsed]:
+    names = cfg.fields
+    needed = {*names.messages, names.text, names.input_ids}
+    wanted = needed | {names.loss_mask, names.system, names.tools}
+    try:
+        with file.open() as raw:
+            stream = _Watched(raw)
+            try:
                 if file.format == "parquet":
-                    yield from _read_parquet(file, stream, wanted)
+                    yield from read_parquet(stream, wanted, needed)
+                elif file.format == "arrow":
+                    yield from read_arrow(stream, wanted, needed)
                 else:
-                    yield from _read_jsonl(file, stream)
-        except (OSError, EOFError, pa.ArrowException) as error:
-            raise _unreadable(file.path, error, cfg) from None
-        except DatasetError:
+                    chunks = chunks_of(stream, file.codec)
+                    yield from (read_json if file.format == "json" else read_lines)(chunks)
+            except Damaged:
+                if stream.error is None:
+                    raise
+                raise stream.error from None
+    except (Damaged, GeneratorExit):
+        raise
+    except DatasetError as error:
+        raise DatasetError(f"dataset.paths = {_bare(file.path)!r}: {error}") from None
+    except (OSError, EOFError, pa.ArrowException) as error:
+        raise _unreadable(file.path, error, cfg) from None
+    except Exception as error:  # remote file systems raise their client library's own errors
+        if not _is_foreign(error):
             raise
-        except Exception as error:  # remote file systems raise their client library's own errors
-            if not _is_foreign(error):
-                raise
-            raise _unreadable(file.path, error, cfg) from None
+        raise _unreadable(file.path, error, cfg) from None
+
+
+class _Watched(io.RawIOBase):
+    """A stream that remembers why it could not be read, since that is no damage of the file."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.error: Exception | None = None
+
+    def read(self, size: int = -1) -> bytes:
+        try:
+            found: bytes = self._raw.read(size)
+        except (MemoryError, OverflowError, ValueError):  # of a size that a damaged file names
+            raise
+        except Exception as error:
+            self.error = error
+            raise
+        return found
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        place: int = self._raw.seek(offset, whence)
+        return place
+
+    def tell(self) -> int:
+        place: int = self._raw.tell()
+        return place
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
 
 def _hash_file(file: _File, cfg: DatasetConfig) -> dict[str, Any]:
@@ -122,7 +196,7 @@ def _match(path: str, cfg: DatasetConfig) -> list[_File]:
         if fs.isfile(inner):
             found = [inner]
         elif fs.isdir(inner):
-            raise DatasetError(f"dataset.paths = {shown!r}: a folder; name its files, such as {shown}/*.jsonl")
+            return [_File(fs, p, "arrow", None) for p in _saved_by_datasets(fs, inner, shown)]
         else:
             found = sorted(p for p in fs.glob(inner) if fs.isfile(p))
     except DatasetError:
@@ -134,88 +208,37 @@ def _match(path: str, cfg: DatasetConfig) -> list[_File]:
     return [_File(fs, p, *_kind(p, cfg.format)) for p in found]
 
 
+def _saved_by_datasets(fs: Any, folder: str, shown: str) -> list[str]:
+    """The files of a folder that `save_to_disk` of Hugging Face `datasets` wrote, in order."""
+    if fs.isfile(f"{folder}/dataset_dict.json"):
+        splits = json.loads(fs.cat_file(f"{folder}/dataset_dict.json"))["splits"]
+        raise DatasetError(
+            f"dataset.paths = {shown!r}: holds the splits {', '.join(splits)}; name one, such as {shown}/{splits[0]}"
+        )
+    if not fs.isfile(f"{folder}/state.json"):
+        raise DatasetError(f"dataset.paths = {shown!r}: a folder; name its files, such as {shown}/*.jsonl")
+    state = json.loads(fs.cat_file(f"{folder}/state.json"))
+    if state.get("_indices_data_files"):
+        raise DatasetError(
+            f"dataset.paths = {shown!r}: its rows were selected by indices that are stored apart; call "
+            "flatten_indices() and save it again"
+        )
+    return [f"{folder}/{file['filename']}" for file in state["_data_files"]]
+
+
 def _kind(path: str, format: str) -> tuple[str, str | None]:
     stem, ending = posixpath.splitext(_bare(path).lower())
     codec = _CODECS.get(ending)
-    if format == "parquet":
-        return "parquet", None
     if codec:
         ending = posixpath.splitext(stem)[1]
     kind = format if format != "auto" else _FORMATS.get(ending)
-    if kind is None or (kind == "parquet" and codec):
+    whole = kind in ("parquet", "arrow")
+    if kind is None or (whole and codec and format == "auto"):
         raise DatasetError(
-            f"dataset.paths = {_bare(path)!r}: unknown ending; known are .jsonl (.gz, .zst, .bz2) and .parquet; "
-            "set dataset.format = jsonl or parquet if it is one of them under another name"
+            f"dataset.paths = {_bare(path)!r}: unknown ending; known are .jsonl and .json (.gz, .zst, .bz2), .parquet "
+            "and .arrow; set dataset.format to jsonl, json, parquet or arrow if it is one of them under another name"
         )
-    return kind, codec
-
-
-def _read_jsonl(file: _File, stream: Any) -> Iterator[SourceRecord]:
-    if file.codec:
-        stream = pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), file.codec)
-    number = 0
-    for line in _lines(stream):
-        if not line.strip():
-            continue
-        number += 1
-        value, reason = _parse(line)
-        yield SourceRecord(f"{file.name}:{number}", value, reason)
-
-
-def _lines(stream: Any) -> Iterator[bytes]:
-    """Lines of a binary stream that can only read(n)."""
-    parts: list[bytes] = []
-    first = True
-    while chunk := stream.read(CHUNK_BYTES):
-        if first:
-            chunk, first = chunk.removeprefix(b"\xef\xbb\xbf"), False
-        *whole, rest = chunk.split(b"\n")
-        for line in whole:
-            yield b"".join([*parts, line])
-            parts.clear()
-        parts.append(rest)
-    yield b"".join(parts)
-
-
-def _parse(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        return None, f"malformed JSON: not UTF-8 at byte {error.start}"
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        return None, f"malformed JSON: {error.msg} at byte {len(text[: error.pos].encode())}"
-    except (ValueError, RecursionError) as error:
-        return None, f"malformed JSON: {type(error).__name__}"
-    if not isinstance(value, dict):
-        return None, f"not a JSON object: {type(value).__name__}"
-    return value, None
-
-
-def _read_parquet(file: _File, stream: Any, wanted: set[str]) -> Iterator[SourceRecord]:
-    parquet = pq.ParquetFile(stream)
-    columns = [name for name in parquet.schema_arrow.names if name in wanted]
-    if not columns:
-        raise DatasetError(
-            f"dataset.paths = {_bare(file.path)!r}: none of the columns {', '.join(sorted(wanted))}; it has "
-            f"{', '.join(parquet.schema_arrow.names)}; name the right ones in dataset.fields"
-        )
-    number = 0
-    for batch in parquet.iter_batches(batch_size=BATCH_RECORDS, columns=columns):
-        for row in range(batch.num_rows):
-            number += 1
-            value = {name: _plain(batch.column(name)[row]) for name in columns}
-            yield SourceRecord(f"{file.name}:{number}", value)
-
-
-def _plain(scalar: Any) -> Any:
-    # A list of a million Python ints takes a second and 36 MB; an array, neither.
-    if scalar.is_valid and (pa.types.is_list(scalar.type) or pa.types.is_large_list(scalar.type)):
-        values = scalar.values
-        if pa.types.is_integer(values.type) and values.null_count == 0:
-            return values.to_numpy(zero_copy_only=False)
-    return scalar.as_py()
+    return kind, None if whole else codec
 
 
 def _bare(path: str) -> str:

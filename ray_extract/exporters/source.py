@@ -173,7 +173,7 @@ def choose(
     need = needs(target, layers, bounds)
     if capture["keep"] != "all":
         raise ConfigError(
-            f"{source.url}: has the states of supervised tokens only (capture.keep = {capture['keep']}), and a draft "
+            f"{source.url}: has the states of some tokens only (capture.keep = {capture['keep']}), and a draft "
             f"attends to every token before them; extract again into another output.url with {need}"
         )
     missing = [f"boundary {b}" for b in need.boundaries if b not in captured]

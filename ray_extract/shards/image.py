@@ -25,6 +25,7 @@ With R rows, N prompt tokens, T stored tokens, K states and S kept spans:
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_extract.capture.arena import TAIL_BYTES
+from ray_extract.capture.digest import splitmix64
 
 PAGE = 4096
 FORMAT_VERSION = "1"
@@ -118,6 +120,58 @@ def mask_spans(mask: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return edges.reshape(-1, 2).astype(np.int64)
 
 
+def row_digest(input_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.uint8]) -> bytes:
+    """SHA-256 of a row: ids as i32 little-endian, a zero byte, mask."""
+    digest = hashlib.sha256(np.ascontiguousarray(input_ids, dtype="<i4").tobytes())
+    digest.update(b"\0")
+    digest.update(np.ascontiguousarray(loss_mask, dtype=np.uint8).tobytes())
+    return digest.digest()
+
+
+def kept_tokens(loss_mask: npt.NDArray[np.uint8], keep: str) -> int:
+    """How many tokens of a row are stored; see kept_spans."""
+    tokens, supervised = np.array([len(loss_mask)]), np.array([np.count_nonzero(loss_mask)])
+    return int(kept_counts(tokens, supervised, keep)[0])
+
+
+def kept_counts(tokens: npt.NDArray[np.int64], supervised: npt.NDArray[np.int64], keep: str) -> npt.NDArray[np.int64]:
+    """How many tokens of each row are stored, by how many there are and how many of them are supervised."""
+    if keep == "supervised":
+        return supervised
+    return tokens if keep == "all" else np.minimum(tokens, _count(keep))
+
+
+def kept_spans(input_ids: npt.NDArray[np.int32], loss_mask: npt.NDArray[np.uint8], keep: str) -> npt.NDArray[np.int64]:
+    """Which tokens of a row are stored.
+
+    Args:
+        input_ids, loss_mask: of the row, [n].
+        keep: `all`; `supervised`, those whose mask is 1; `last`; or `random:K`, the K positions p with the smallest
+            splitmix64(s + p), s being the first eight bytes of row_digest as a little-endian number.
+
+    Returns:
+        i64 [S, 2] of positions [start, end), ascending, as few as can be.
+    """
+    n = len(input_ids)
+    if keep == "all":
+        return np.array([[0, n]], np.int64)
+    if keep == "supervised":
+        return mask_spans(loss_mask)
+    chosen = np.zeros(n, np.uint8)
+    if keep == "last":
+        chosen[-1] = 1
+    else:
+        seed = np.frombuffer(row_digest(input_ids, loss_mask)[:8], "<u8")
+        keys = splitmix64(seed + np.arange(n, dtype=np.uint64))
+        chosen[np.argsort(keys, kind="stable")[: _count(keep)]] = 1
+    return mask_spans(chosen)
+
+
+def _count(keep: str) -> int:
+    """Of `last` or `random:K`."""
+    return 1 if keep == "last" else int(keep.removeprefix("random:"))
+
+
 def row_table(
     rows: Sequence[int],
     input_ids: Sequence[npt.NDArray[np.int32]],
@@ -130,13 +184,10 @@ def row_table(
         rows: indices in the prepared data set, R of them.
         input_ids: i32 [n_r] for each row, n_r >= 1.
         loss_masks: u8 [n_r] for each row.
-        keep: `all`, or `supervised` for the tokens whose mask is 1.
+        keep: see kept_spans.
     """
     lengths = [len(ids) for ids in input_ids]
-    if keep == "all":
-        spans = [np.array([[0, n]], dtype=np.int64) for n in lengths]
-    else:
-        spans = [mask_spans(mask) for mask in loss_masks]
+    spans = [kept_spans(ids, mask, keep) for ids, mask in zip(input_ids, loss_masks, strict=True)]
     kept = [int((s[:, 1] - s[:, 0]).sum()) for s in spans]
     return RowTable(
         row=np.asarray(rows, dtype=np.int64),
