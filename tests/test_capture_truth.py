@@ -17,7 +17,7 @@ from ray_extract.capture.fp8 import decode, encode
 from ray_extract.errors import CaptureRefused
 from ray_extract.layout import RequestId
 from ray_extract.records import RowStatus
-from ray_extract.shards.image import row_table
+from ray_extract.shards.image import kept_spans, row_table
 
 pytestmark = pytest.mark.engine
 
@@ -54,15 +54,18 @@ def test_rows_beside_decoding_requests_equal_hugging_face(family: Rig) -> None:
     assert all(f.result(60).ok and len(f.result(60).output_ids) == 40 for f in sides)
 
 
-def test_only_supervised_tokens_are_stored_when_asked(family: Rig) -> None:
-    rows = prompts((200, 90), seed=4)
+@pytest.mark.parametrize("keep", ["supervised", "last", "random:40"])
+def test_only_the_tokens_that_are_asked_for_are_stored(family: Rig, keep: str) -> None:
+    rows = prompts((200, 90, 30), seed=4)
     masks = [(np.random.default_rng(5).random(len(r)) < 0.4).astype(np.uint8) for r in rows]
-    part, whole = family.run(rows, masks, keep="supervised"), family.run(rows)
+    part, whole = family.run(rows, masks, keep=keep), family.run(rows)
     assert not part.failures
-    for mask, kept, full in zip(masks, part.states, whole.states, strict=True):
+    for ids, mask, kept, full in zip(rows, masks, part.states, whole.states, strict=True):
+        positions = np.concatenate([np.arange(*span) for span in kept_spans(ids, mask, keep)])
+        assert len(positions) == {"supervised": mask.sum(), "last": 1, "random:40": min(40, len(ids))}[keep]
         for a, b in zip(kept, full, strict=True):
-            assert a.shape == (mask.sum(), b.shape[1])
-            np.testing.assert_allclose(a, b[mask == 1], rtol=1e-4, atol=1e-5)
+            assert a.shape == (len(positions), b.shape[1])
+            np.testing.assert_allclose(a, b[positions], rtol=1e-4, atol=1e-5)
 
 
 def test_an_overlong_row_fails_with_a_reason_and_its_neighbours_do_not(family: Rig) -> None:

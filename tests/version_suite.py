@@ -32,7 +32,7 @@ QUICK = (
             "test_one_row_equals_hugging_face",
             "test_eight_unequal_rows_at_once_equal_hugging_face",
             "test_rows_beside_decoding_requests_equal_hugging_face",
-            "test_only_supervised_tokens_are_stored_when_asked",
+            "test_only_the_tokens_that_are_asked_for_are_stored",
             "test_digests_published_by_the_engine_are_those_of_the_bytes",
         )
     ),
