@@ -20,6 +20,8 @@ from ray_extract.presets import TARGETS
 from ray_extract.status import run_status
 from ray_extract.store import open_store
 
+_MOST = 1e15  # of a rate or a price: what is computed from it stays a number
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code."""
@@ -132,6 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RayExtractError as error:
         complain(error)
         return error.exit_code
+    except KeyboardInterrupt:
+        complain("ended before its end, on request")
+        return Exit.STOPPED
     return code
 
 
@@ -148,9 +153,13 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     job, shape, boundaries, output = run.check_job(load_job(args.config, run.overrides(args)))
+    if job.num_gpus > args.node_gpus:
+        raise ConfigError(
+            f"--node-gpus {args.node_gpus}: an engine takes {job.num_gpus} GPUs of one node; say how many a node has"
+        )
     size = run.token_bytes(job, shape, boundaries)
     # A plan for looking at claims no output.
-    with tempfile.TemporaryDirectory(prefix="ray_extract-plan-") as folder:
+    with run.interruptible(), tempfile.TemporaryDirectory(prefix="ray_extract-plan-") as folder:
         store = open_store(folder)
         index, units = load_or_make_plan(store, job, shape, size)
         summary = estimate(index, units, size)
@@ -296,8 +305,8 @@ def _positive(text: str) -> float:
         number = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")
+    if not 0 < number <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0, and {_MOST:g} at most")
     return number
 
 

@@ -5,6 +5,7 @@ A job is a YAML file and `key=value` overrides, merged by OmegaConf (so `${oc.en
 
 import difflib
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -103,7 +104,7 @@ class DatasetConfig(_Section):
     """Skip shorter rows."""
     min_supervised: NonNegativeInt = 0
     """Skip rows with fewer supervised tokens."""
-    limit: PositiveInt | None = None
+    limit: Annotated[int, Field(gt=0, le=sys.maxsize)] | None = None
     """Read only this many records."""
     sample: float = Field(default=1.0, gt=0, le=1)
     """Use about this part of the records, chosen at random."""

@@ -52,7 +52,9 @@ def cost_lines(job: Job, plan: PlanSummary, arena_bytes: int, rates: Rates) -> l
     month = None if rates.gb_month is None else plan.state_bytes / GB * rates.gb_month
     if month is not None:
         lines.append(f"storage   {month:,.2f} a month at {rates.gb_month:g} a GB")
-    if hours is not None and rates.gpu_hour is not None and job.num_gpus:
+    if rates.gpu_hour is not None and job.num_gpus and hours is None:
+        lines.append("compute   not known without --tokens-per-second")
+    elif rates.gpu_hour is not None and job.num_gpus and hours is not None:
         gpu_hours = hours * job.engine.count * job.num_gpus
         lines.append(
             f"compute   {gpu_hours * rates.gpu_hour:,.2f} for {gpu_hours:,.2f} GPU hours at {rates.gpu_hour:g}"

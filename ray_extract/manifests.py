@@ -528,8 +528,18 @@ def _check_places(job: Job) -> None:
             )
 
 
+_SECRET = "put it into a Secret as an environment variable, and its name into kubernetes.credentials_secret"
+
+
 def _check_secrets(job: Job) -> None:
     """Raises ConfigError for what looks like a secret, since anybody who sees the manifests would read it."""
+    for field, urls in (
+        ("model.path", (job.model.path,)),
+        ("dataset.paths", job.dataset.paths),
+        ("output.url", (job.output.url,)),
+    ):
+        if any(re.search(r"://[^/]*@", url) for url in urls):
+            raise ConfigError(f"{field}: what its URL has before @ would be readable in the manifests; {_SECRET}")
     for field, values in (
         ("model.storage_options", job.model.storage_options),
         ("dataset.storage_options", job.dataset.storage_options),
@@ -539,10 +549,7 @@ def _check_secrets(job: Job) -> None:
     ):
         for key in _keys(values):
             if _SECRET_KEY.search(key) and "kms" not in key.lower():
-                raise ConfigError(
-                    f"{field}.{key}: would be readable in the manifests; put it into a Secret as an environment "
-                    "variable, and its name into kubernetes.credentials_secret"
-                )
+                raise ConfigError(f"{field}.{key}: would be readable in the manifests; {_SECRET}")
 
 
 def _keys(tree: Mapping[str, Any]) -> Iterator[str]:

@@ -130,8 +130,10 @@ def check_job(job: Job) -> tuple[Job, ModelShape, tuple[int, ...], Store]:
     check_engine(job, shape.context_length)
     job = job.model_copy(update={"capture": apply_preset(job.capture, shape.num_layers)})
     boundaries = resolve_boundaries(job.capture.boundaries, shape.num_layers)
-    if "://" not in job.output.url and Path(job.output.url).is_file():
-        raise ConfigError(f"output.url = {job.output.url!r}: is a file; name a folder")
+    if "://" not in job.output.url:
+        for place in (Path(job.output.url), *Path(job.output.url).parents):
+            if place.is_file():
+                raise ConfigError(f"output.url = {job.output.url!r}: {place} is a file; name a folder")
     return job, shape, boundaries, open_store(job.output.url, job.output.storage_options)
 
 
@@ -424,7 +426,7 @@ def exit_code(job: Job, totals: Totals) -> Exit:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """SIGTERM ends like Ctrl-C, until the driver has something to drain and takes both signals itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -461,7 +463,7 @@ def execute(args: argparse.Namespace, action: Callable[[Job], Summary]) -> int:
     """Do something with the job that the arguments name, and say how it went. Returns the exit code."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
     try:
-        with _interruptible():
+        with interruptible():
             job = load_job(args.config, overrides(args))
             summary = action(job)
     except RayExtractError as error:

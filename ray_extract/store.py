@@ -361,7 +361,11 @@ def open_store(url: str, storage_options: Mapping[str, Any] = _NO_OPTIONS) -> St
         if storage_options:
             raise ConfigError(f"storage_options: {', '.join(storage_options)}: a local folder ({url}) has no options")
         return LocalStore(rest if colon else url)
-    if urlsplit(url).username is not None or urlsplit(url).query:
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{scheme}://...: not a valid URL ({error})") from None
+    if parts.username is not None or parts.query:
         raise ConfigError(
             f"{scheme}://...: credentials and options go into storage_options or the environment, not here"
         )

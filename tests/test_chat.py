@@ -73,6 +73,16 @@ def test_last_assistant_supervises_the_last_turn_only(encode, template):
     assert encode(trailing, template, mask="last_assistant")[1] == ["Yes.<|im_end|>"]
 
 
+def test_last_turn_of_several_generation_blocks_is_supervised_whole(encode):
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<think>{% endgeneration %}|"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for conversation in (LONG, LONG[:2]):
+        answer = conversation[-1]["content"]
+        assert encode(conversation, template, mask="last_assistant")[1] == ["<think>", answer]
+
+
 @TEMPLATES
 def test_all_supervises_every_token(encode, template):
     text, spans = encode([USER, ANSWER], template, mask="all")
@@ -243,6 +253,10 @@ def test_fields_of_tool_calls_pass_through():
             "unusable tool call: message 1 has one without a name",
         ),
         ([{"from": "function_call", "value": "f("}], "unusable tool call: message 1 has one that is not JSON"),
+        (
+            [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}],
+            "unusable tool call: message 1 has arguments that are not an object",
+        ),
         (["hello"], "unusable message: message 1 is not an object"),
         ([{"content": "x"}], "unknown role: None in message 1"),
         ([USER, {"role": "narrator", "content": "x"}], "unknown role: 'narrator' in message 2"),
@@ -257,6 +271,22 @@ def test_fields_of_tool_calls_pass_through():
 def test_unusable_conversation_says_why(conversation, reason):
     with pytest.raises(Unusable) as caught:
         normalise(conversation)
+    assert str(caught.value) == reason
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ("messages", "unusable message: message 1 is not an object"),
+        ("system", "unusable system: list"),
+        ("tools", "unusable tools: not a list of objects"),
+    ],
+)
+def test_column_of_whole_numbers_where_none_belong_is_a_reason(monkeypatch, field, reason):
+    monkeypatch.setattr(chat, "load_tokenizer", lambda *_: tiny.byte_level())
+    record = {"messages": [USER, ANSWER], field: np.array([1, 2])}
+    with pytest.raises(Unusable) as caught:
+        Encoder(ModelConfig(path="m"), "m", DatasetConfig(paths=("-",)), VOCAB).encode(record)
     assert str(caught.value) == reason
 
 

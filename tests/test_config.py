@@ -60,6 +60,8 @@ MISTAKES = {
     "capture.boundaries=[5,2]": "capture.boundaries = [5, 2]: must ascend without repeats, as they are stored",
     "engine=none": "engine: must be a mapping with the keys kind, count, ",
     "dataset.fields=x": "dataset.fields: must be a mapping with the keys messages, system, tools, text, input_ids, ",
+    "dataset.limit=10000000000000000000": "dataset.limit = 10000000000000000000: input should be less than or equal to "
+    "9223372036854775807",
     "dataset.sample=0": "dataset.sample = 0: input should be greater than 0",
     "capture.keep=random:0": "capture.keep = 'random:0': must be all, supervised, last or random:K with a number K",
     "output.url=${nowhere}": "output.url: Interpolation key 'nowhere' not found",

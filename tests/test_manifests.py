@@ -417,6 +417,8 @@ def test_engines_are_spread_over_as_few_nodes_as_hold_them(
         (["output.url=/models/states"], "read_only = false"),
         (["output.storage_options={secret_access_key: abc}"], "output.storage_options.secret_access_key"),
         (["dataset.storage_options={client_kwargs: {aws_session_token: abc}}"], "dataset.storage_options"),
+        (["output.url=s3://key:abc@bucket/states"], "output.url"),
+        (["dataset.paths=s3://key:abc@bucket/rows.jsonl"], "dataset.paths"),
         (["kubernetes.env={HF_TOKEN: abc}"], "kubernetes.env.HF_TOKEN"),
         (["kubernetes.volumes=[{mount: /models, claim: a, host_path: /b}]"], "kubernetes.volumes"),
         (["kubernetes.volumes=[{mount: /models}, {mount: /models}]"], "kubernetes.volumes"),

@@ -3,7 +3,10 @@
 import dataclasses
 import itertools
 import json
+import os
 import shutil
+import signal
+import tempfile
 
 import pytest
 import tiny_tokenizer as tiny
@@ -341,6 +344,22 @@ def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
         check_space(output, 5301)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_plan_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, capsys, monkeypatch, number):
+    work = make_work(tmp_path, make_rows(5))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "estimate", lambda *_: os.kill(os.getpid(), number))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # or what is broken would end this process
+    try:
+        assert cli.main(["plan", *work.args()]) == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "error: ended before its end, on request\n"
+    assert not list((tmp_path / "scratch").iterdir())
+
+
 def test_plan_command_lists_skipped_rows_and_prices(tmp_path, capsys):
     work = make_work(tmp_path, [*make_rows(5), []])
     options = ["--skipped", "--tokens-per-second", "1000", "--gpu-hour", "2", "--gb-month", "0.02"]
@@ -354,3 +373,13 @@ def test_plan_command_lists_skipped_rows_and_prices(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--gpu-hour", "-1", *work.args()])
     assert "must be more than 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--tokens-per-second", "1e308", *work.args()])
+    assert "1e+15 at most" in capsys.readouterr().err
+    assert cli.main(["plan", "--gpu-hour", "2", *work.args(), "engine.gpus=1"]) == 0
+    assert "compute   not known without --tokens-per-second" in capsys.readouterr().out
+    (tmp_path / "file").touch()
+    assert cli.main(["plan", *work.args(), f"output.url={tmp_path / 'file' / 'out'}"]) == 2
+    assert f"{tmp_path / 'file'} is a file; name a folder" in capsys.readouterr().err
+    assert cli.main(["plan", "--node-gpus", "4", *work.args(), "engine.gpus=8"]) == 2
+    assert "--node-gpus 4: an engine takes 8 GPUs" in capsys.readouterr().err

@@ -175,6 +175,12 @@ def test_any_number_of_processes_prepares_the_same_rows(tmp_path):
     assert [row.rendered for row in together] == [row.rendered for row in alone]
 
 
+def test_record_too_deep_for_a_process_is_prepared_where_it_was_read(tmp_path):
+    records = [ids(3), {"x": json.loads("[" * 500 + "]" * 500)}]
+    alone, together = (prepared(tmp_path, records, processes=n) for n in (1, 2))
+    assert [plain(row) for row in together] == [plain(row) for row in alone]
+
+
 def test_what_a_process_refuses_is_refused(tmp_path):
     shape = dataclasses.replace(SHAPE, path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"model\.path = 'm': no tokenizer"):

@@ -15,7 +15,8 @@ import pytest
 from ray_extract.config import DatasetConfig
 from ray_extract.dataset import formats
 from ray_extract.dataset.source import read_records, source_fingerprint
-from ray_extract.errors import DatasetError
+from ray_extract.errors import ConfigError, DatasetError
+from ray_extract.store import open_store
 
 RECORDS = [{"text": f"row {i} \N{SNOWMAN}"} for i in range(5)]
 
@@ -79,7 +80,8 @@ def test_lines_survive_any_chunk_size_and_blank_ones_do_not_count(tmp_path, monk
         ('{"text": "é" oops}', "malformed JSON: Expecting ',' delimiter at byte 14"),
         ('{"text": ', "malformed JSON: Expecting value at byte 9"),
         (b'{"text": "\xff"}', "malformed JSON: not UTF-8 at byte 10"),
-        ("[" * 100_000, "malformed JSON: RecursionError"),
+        ("[" * 100_000, "malformed JSON: nested too deeply"),
+        ('{"input_ids": [1' + "0" * 5000 + "]}", "malformed JSON: a number has too many digits"),
         ("[1]", "not a JSON object: list"),
         ("null", "not a JSON object: NoneType"),
     ],
@@ -110,6 +112,16 @@ def test_compressed_jsonl_is_read_to_its_end(tmp_path, ending, compress):
     path = tmp_path / f"a.jsonl{ending}"
     path.write_bytes(compress(jsonl()))
     assert values(path) == RECORDS
+
+
+@pytest.mark.parametrize("ending", [".gz", ".bz2", ".zst"])
+def test_compressed_file_of_no_bytes_is_damaged_and_one_of_nothing_is_not(tmp_path, ending):
+    (tmp_path / f"a.jsonl{ending}").touch()
+    with pytest.raises(DatasetError, match=r"damaged at byte 0 .*: the file is empty"):
+        list(read_records(dataset(tmp_path / f"a.jsonl{ending}")))
+    nothing = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}[ending](b"")
+    (tmp_path / f"b.jsonl{ending}").write_bytes(nothing)
+    assert values(tmp_path / f"b.jsonl{ending}") == []
 
 
 @pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".bz2", bz2.compress), (".zst", zstd)])
@@ -188,8 +200,8 @@ def test_json_file_of_lines_is_read_as_lines(tmp_path):
         ('[{"text": "é"}, ]', 1, "byte 17: Expecting value"),
         ('[{"text": "é"}] x', 1, "byte 17: more text behind the array"),
         (b'[{"text": "\xc3\xa9"}, {"text": "\xff"}]', 1, "byte 27: not UTF-8"),
-        ('[{"text": ' + "[" * 100_000, 0, "byte 1: RecursionError"),
-        ('[{"text": ' + "9" * 5000 + "}]", 0, "byte 1: ValueError"),
+        ('[{"text": ' + "[" * 100_000, 0, "byte 1: nested too deeply"),
+        ('[{"text": ' + "9" * 5000 + "}]", 0, "byte 1: a number has too many digits"),
         ("[", 0, "byte 1: Expecting value"),
     ],
 )
@@ -317,6 +329,24 @@ def test_globs_are_sorted_and_paths_keep_their_order(tmp_path):
     assert [v["text"] for v in got] == ["c", "b-02", "b-10", "a-01"]
 
 
+def test_file_names_of_other_bytes_and_line_breaks_make_names_that_can_be_stored(tmp_path):
+    (tmp_path / "a\nb\udcff.jsonl").write_bytes(jsonl())
+    assert next(read_records(dataset(tmp_path / "a*.jsonl"))).source == "a b?.jsonl:1"
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, ending):
+    table = pa.Table.from_arrays([pa.array([[1]]), pa.array([[2]])], names=["input_ids"] * 2)
+    with (tmp_path / f"a.{ending}").open("wb") as file:
+        if ending == "parquet":
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+    with pytest.raises(DatasetError, match=r"more than one column is named input_ids; rename or drop"):
+        list(read_records(dataset(tmp_path / f"a.{ending}")))
+
+
 def test_file_whose_name_looks_like_a_glob_is_itself(tmp_path):
     (tmp_path / "a[1].jsonl").write_bytes(jsonl())
     assert values(tmp_path / "a[1].jsonl") == RECORDS
@@ -375,6 +405,14 @@ def test_unknown_protocol_is_explained_without_the_urls_secrets():
     with pytest.raises(DatasetError, match=r"dataset\.paths = 'nope://host/a\.jsonl': cannot be read") as caught:
         values("nope://user:hunter2@host/a.jsonl")
     assert "hunter2" not in str(caught.value)
+
+
+def test_url_that_cannot_be_parsed_is_explained_without_its_secrets():
+    with pytest.raises(DatasetError, match=r"dataset\.paths = 'http://\.\.\.': cannot be read") as caught:
+        values("http://user:hunter2@[host/a.jsonl")
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"^s3://\.\.\.: not a valid URL"):
+        open_store("s3://[bucket")
 
 
 def test_format_overrides_an_unknown_ending(tmp_path):

@@ -145,6 +145,19 @@ def test_tools_that_a_template_leaves_out_are_a_reason_with_the_rendering():
         encoder(tokenizer, mask="all").encode({"messages": [QUESTION, CALL, RESULT, ANSWER]})
 
 
+def test_name_that_is_in_the_text_for_another_reason_does_not_hide_what_is_left_out():
+    bare = "{% for m in messages %}{{ m.content or '' }}{% endfor %}"
+    called = [QUESTION, CALL, RESULT, ANSWER]
+    asked = [{"role": "user", "content": "How is the weather?"}, *called]
+    for template, record, what in (
+        (bare, {"messages": asked}, "tool calls"),
+        (bare, {"messages": [asked[0], ANSWER], "tools": TOOLS}, "tools"),
+        ("{{ tools | tojson }}" + bare, {"messages": called, "tools": TOOLS}, "tool calls"),
+    ):
+        with pytest.raises(Unusable, match=f"leaves out the {what} of"):
+            encoder(tiny.byte_level(template), mask="all").encode(record)
+
+
 def test_arguments_of_another_kind_than_the_template_takes_are_a_reason():
     tokenizer = tiny.byte_level((FOLDER / "deepseek_v3.jinja").read_text())
     with pytest.raises(Unusable, match=r"^chat template: "):

@@ -9,6 +9,7 @@ reason, never a guess.
 transformers is imported only when a record needs a tokenizer; records with ready token ids do not.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -129,9 +130,9 @@ def _tool_call(number: int, call: object, tool_arguments: str) -> Message:
         return call
     if tool_arguments == "object" and isinstance(arguments, str):
         arguments = _parsed(number, arguments or "{}")
-        if not isinstance(arguments, dict):
-            raise Unusable(f"unusable tool call: message {number} has arguments that are not an object")
-    elif tool_arguments == "string" and not isinstance(arguments, str):
+    if tool_arguments == "object" and not isinstance(arguments, dict):
+        raise Unusable(f"unusable tool call: message {number} has arguments that are not an object")
+    if tool_arguments == "string" and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -253,7 +254,8 @@ class Encoder:
         names = self._dataset.fields
         for name in names.messages:
             if record.get(name) is not None:
-                tokens = self._encode_chat(record[name], record.get(names.system), record.get(names.tools))
+                parts = (record[name], record.get(names.system), record.get(names.tools))
+                tokens = self._encode_chat(*map(_without_array, parts))
                 break
         else:
             if record.get(names.text) is not None:
@@ -287,6 +289,11 @@ class Encoder:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model, self._model_path)
         return self._tokenizer
+
+
+def _without_array(value: object) -> object:
+    """A field as JSON has it: a column of lists of integers comes as arrays, whose truth value is an error."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def _known(names: FieldNames) -> str:
@@ -369,7 +376,7 @@ class _Chat:
             text, spans = render(messages), list[Span]()
         else:
             text, spans = self._render_with_spans(messages, tools)
-        _require_rendered(text, messages, tools)
+        _require_rendered(text, messages, tools, self._render)
         encoding = _tokenize(self._tokenizer, text, add_special_tokens=False)
         ids = self._ids(encoding)
         if mode == "all":
@@ -377,12 +384,21 @@ class _Chat:
         try:
             if not self._marks_generation:
                 spans = turn_spans(text, messages, render)
-            mask = self._mask(text, encoding, ids, spans[-1:] if mode == "last_assistant" else spans)
+            if mode == "last_assistant":
+                spans = spans[self._count_earlier(messages, tools, len(spans)) :]
+            mask = self._mask(text, encoding, ids, spans)
         except Unusable as unusable:
             raise Unusable(str(unusable), text) from None
         if not mask.any():
             raise Unusable("no supervised token", text)
         return Tokens(ids, mask)
+
+    def _count_earlier(self, messages: list[Message], tools: list[Message] | None, count: int) -> int:
+        """How many of `count` spans are of turns before the assistant's last one: a turn may have several blocks."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if count <= len(turns):
+            return max(0, count - 1)
+        return 0 if len(turns) == 1 else len(self._render_with_spans(messages[: turns[-1]], tools)[1])
 
     @staticmethod
     def _ids(encoding: Any) -> Ids:
@@ -447,13 +463,34 @@ class _Chat:
             raise Unusable(f"chat template: {first}") from None
 
 
-def _require_rendered(text: str, messages: list[Message], tools: list[Message] | None) -> None:
-    """Templates that know no tools leave them out without a word."""
+def _require_rendered(
+    text: str, messages: list[Message], tools: list[Message] | None, render: Callable[..., str]
+) -> None:
+    """Templates that know no tools leave them out without a word.
+
+    A name may be in the text for another reason: as a word, or since a call has the name of a tool. So it is also
+    looked whether the text changes with the names.
+    """
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    for what, items in (("tool calls", calls), ("tools", tools or [])):
-        for item in items:
-            if item["function"]["name"] not in text:
-                raise Unusable(f"chat template: it leaves out the {what} of the conversation", text)
+    other_calls = [
+        {**message, "tool_calls": list(map(_renamed, message["tool_calls"]))} if "tool_calls" in message else message
+        for message in messages
+    ]
+    other_tools = None if tools is None else list(map(_renamed, tools))
+    for what, items, other in (("tool calls", calls, (tools, other_calls)), ("tools", tools, (other_tools, messages))):
+        if not items:
+            continue
+        shown = all(item["function"]["name"] in text for item in items)
+        with contextlib.suppress(Unusable):  # a template that refuses them looks at them
+            shown = shown and render(*other) != text
+        if not shown:
+            raise Unusable(f"chat template: it leaves out the {what} of the conversation", text)
+
+
+def _renamed(item: Message) -> Message:
+    """A tool or a call with another name, and another id, by which Kimi K2's template shows a call."""
+    ids = {"id": f"{item['id']}0"} if "id" in item else {}
+    return {**item, **ids, "function": {**item["function"], "name": f"{item['function']['name']}0"}}
 
 
 def _find_template(tokenizer: Any, dataset: DatasetConfig) -> tuple[str, str]:

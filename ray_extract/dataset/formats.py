@@ -48,7 +48,7 @@ class Damaged(Exception):  # noqa: N818 - it is a verdict on a file, not a failu
 
 
 def chunks_of(stream: Any, codec: str | None) -> Iterator[bytes]:
-    """The bytes of a binary stream that can only read(n), decompressed by Arrow's `codec`, without a byte-order mark.
+    """The bytes of a stream that can only read(n) and tell(), unpacked by Arrow's `codec`, without a byte-order mark.
 
     Raises:
         Damaged: they cannot be decompressed.
@@ -62,6 +62,8 @@ def chunks_of(stream: Any, codec: str | None) -> Iterator[bytes]:
         while chunk := source.read(size):
             yield chunk if done else chunk.removeprefix(_BOM)
             done += len(chunk)
+        if codec and not stream.tell():
+            raise EOFError("the file is empty, which no compressed file is")  # Arrow takes it for one of no bytes
     except (OSError, EOFError, pa.ArrowException) as error:
         raise Damaged(f"byte {done} of what it unpacks to, or behind it", _first_line(error)) from None
 
@@ -93,7 +95,12 @@ def parse_line(line: bytes) -> Parsed:
     except json.JSONDecodeError as error:
         return None, f"malformed JSON: {error.msg} at byte {len(text[: error.pos].encode())}"
     except (ValueError, RecursionError) as error:
-        return None, f"malformed JSON: {type(error).__name__}"
+        return None, f"malformed JSON: {_not_taken(error)}"
+
+
+def _not_taken(error: Exception) -> str:
+    """What Python does not take of JSON that is otherwise well formed."""
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _object(value: Any) -> Parsed:
@@ -165,7 +172,7 @@ class _Text:
                     continue
                 raise self.damaged(error.msg, error.pos) from None
             except (ValueError, RecursionError) as error:
-                raise self.damaged(type(error).__name__) from None
+                raise self.damaged(_not_taken(error)) from None
             # A number that ends with the buffer may go on.
             if end < len(self._buffer) or not self._more():
                 self.at = end
@@ -267,7 +274,10 @@ def _choose(names: list[str], wanted: Collection[str], needed: Collection[str]) 
             f"none of the columns {', '.join(sorted(needed))}; it has {', '.join(names)}; name the right ones in "
             "dataset.fields"
         )
-    return [name for name in names if name in wanted]
+    chosen = [name for name in names if name in wanted]
+    if twice := {name for name in chosen if chosen.count(name) > 1}:
+        raise DatasetError(f"more than one column is named {', '.join(sorted(twice))}; rename or drop all but one")
+    return chosen
 
 
 def _rows(batch: Any) -> Iterator[Parsed]:

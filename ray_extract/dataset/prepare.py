@@ -108,8 +108,8 @@ def prepare(job: Job, shape: ModelShape) -> Iterator[PreparedRow]:
     limit = token_limit(job, shape)
     numbered = enumerate(read_records(job.dataset))
     batches = iter(lambda: list(itertools.islice(numbered, _BATCH_RECORDS)), [])
+    encoder = Encoder(job.model, shape.path, job.dataset, shape.vocab_size)
     if job.dataset.processes == 1:
-        encoder = Encoder(job.model, shape.path, job.dataset, shape.vocab_size)
         for batch in batches:
             for index, record in batch:
                 yield _prepare(index, record, encoder, limit, job)
@@ -119,19 +119,31 @@ def prepare(job: Job, shape: ModelShape) -> Iterator[PreparedRow]:
         job.dataset.processes, multiprocessing.get_context("spawn"), _begin, (job, shape)
     )
     try:
-        ahead: collections.deque[concurrent.futures.Future[list[PreparedRow]]] = collections.deque()
+        ahead: collections.deque[tuple[_Batch, concurrent.futures.Future[list[PreparedRow]]]] = collections.deque()
         for batch in batches:
-            ahead.append(pool.submit(_prepare_batch, batch))
+            ahead.append((batch, pool.submit(_prepare_batch, batch)))
             if len(ahead) > 2 * job.dataset.processes:
-                yield from ahead.popleft().result()
+                yield from _result(*ahead.popleft(), encoder, limit, job)
         while ahead:
-            yield from ahead.popleft().result()
+            yield from _result(*ahead.popleft(), encoder, limit, job)
     except concurrent.futures.BrokenExecutor:
         raise DatasetError(
             f"dataset.processes = {job.dataset.processes}: one of them died, perhaps for want of memory; ask for fewer"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+_Batch = list[tuple[int, SourceRecord]]
+
+
+def _result(
+    batch: _Batch, future: concurrent.futures.Future[list[PreparedRow]], encoder: Encoder, limit: int, job: Job
+) -> list[PreparedRow]:
+    try:
+        return future.result()
+    except RecursionError:  # pickle takes less depth than JSON, so the batch did not reach a process
+        return [_prepare(index, record, encoder, limit, job) for index, record in batch]
 
 
 # Of a process of the pool.
@@ -152,7 +164,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _prepare_batch(batch: list[tuple[int, SourceRecord]]) -> list[PreparedRow]:
+def _prepare_batch(batch: _Batch) -> list[PreparedRow]:
     return [_prepare(index, record, *_work) for index, record in batch]
 
 

@@ -66,7 +66,8 @@ class _File:
 
     @property
     def name(self) -> str:
-        return posixpath.basename(_bare(self.path))
+        # Names of files may hold bytes that are not UTF-8, and line breaks; those of records are stored and printed.
+        return " ".join(posixpath.basename(_bare(self.path)).encode("utf-8", "replace").decode().splitlines())
 
     def open(self) -> Any:
         return self.fs.open(self.path, "rb")
@@ -245,7 +246,10 @@ def _bare(path: str) -> str:
     """A path for messages and names: URLs lose the user, the password and a signed query."""
     if "://" not in path:
         return path
-    parts = urlsplit(path)
+    try:
+        parts = urlsplit(path)
+    except ValueError:  # of brackets that do not match; whatever opens it says so
+        return path.partition("://")[0] + "://..."
     query = "" if parts.scheme in ("http", "https") else parts.query
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, ""))
 
