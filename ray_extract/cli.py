@@ -147,7 +147,7 @@ def _add_rates(command: argparse.ArgumentParser) -> None:
         ("gb-month", "price of storing a GB for a month"),
     ):
         command.add_argument(f"--{name}", type=_positive, metavar="X", help=text)
-    command.add_argument("--node-gpus", type=_whole, default=8, metavar="N", help="GPUs of a node; 8 when absent")
+    command.add_argument("--node-gpus", type=_from_one, default=8, metavar="N", help="GPUs of a node; 8 when absent")
     command.add_argument("--skipped", action="store_true", help="list the rows that cannot be used, with their reasons")
 
 
@@ -297,6 +297,12 @@ def _whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: must not be negative")
+    return number
+
+
+def _from_one(text: str) -> int:
+    if (number := _whole(text)) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be more than 0")
     return number
 
 

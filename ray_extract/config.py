@@ -34,7 +34,7 @@ def _as_keep(value: str) -> str:
 
 
 class _Section(pydantic.BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelConfig(_Section):

@@ -15,7 +15,16 @@ from ray_extract import layout
 from ray_extract.config import Job
 from ray_extract.dataset.arrange import arrange
 from ray_extract.dataset.prepare import prepare
-from ray_extract.dataset.prepared import Lengths, PreparedRows, RowIndex, RowLength, put_table, read_table, write_rows
+from ray_extract.dataset.prepared import (
+    REPLAN,
+    Lengths,
+    PreparedRows,
+    RowIndex,
+    RowLength,
+    put_table,
+    read_table,
+    write_rows,
+)
 from ray_extract.errors import AlreadyExists, PlanError
 from ray_extract.ledger import Ledger
 from ray_extract.model import ModelShape
@@ -340,7 +349,7 @@ def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
         version, rows, count = tree["version"], tree["rows"], tree["units"]
         index = RowIndex.from_json(rows) if version == PLAN_VERSION else None
     except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"output.url: {layout.PLAN_KEY} is damaged ({error}); choose another output.url") from None
+        raise PlanError(f"output.url: {layout.PLAN_KEY} is damaged ({error}); {REPLAN}") from None
     if index is None:
         raise PlanError(
             f"output.url: {layout.PLAN_KEY} has version {version!r} and this release reads {PLAN_VERSION}; "
@@ -348,7 +357,7 @@ def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
         )
     units = read_units(store)
     if len(units) != count or sum(unit.rows for unit in units) != index.usable:
-        raise PlanError(f"output.url: {layout.UNITS_KEY} is not what {layout.PLAN_KEY} says; choose another output.url")
+        raise PlanError(f"output.url: {layout.UNITS_KEY} is not what {layout.PLAN_KEY} says; {REPLAN}")
     return index, _in_parts(store, units, _plan_keys(store))
 
 

@@ -22,7 +22,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 
 from ray_extract.config import Job
-from ray_extract.errors import ConfigError, RayExtractError
+from ray_extract.errors import ConfigError, EngineError, RayExtractError
 from ray_extract.fleet import Call, Death, Event, Node
 from ray_extract.leases import Lease
 from ray_extract.worker import Worker, WorkerSetup
@@ -119,6 +119,7 @@ def connect(job: Job) -> None:
 
     Raises:
         ConfigError: run.address (or RAY_ADDRESS) names no cluster that lets us in.
+        EngineError: a local one did not start, as on a machine with too much to do.
     """
     if ray.is_initialized():
         return
@@ -133,13 +134,18 @@ def connect(job: Job) -> None:
             ) from None
         return
     cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=_LOCAL_OBJECT_STORE,
-        logging_level=logging.WARNING,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=_LOCAL_OBJECT_STORE,
+            logging_level=logging.WARNING,
+        )
+    except Exception as error:  # as what Ray raises where its processes are too slow to come up
+        raise EngineError(
+            f"Ray did not start on this machine: {_first_line(error)}; run the same command again to go on"
+        ) from error
 
 
 def _running_cluster(named: str | None) -> str | None:

@@ -17,13 +17,16 @@ from ray_extract.store import Store
 SILENT_S = 300.0
 """A driver that runs writes progress.json more often than this."""
 
+WORKS = ("running", "draining")
+"""States of a driver that is at work."""
+
 _MEANS = {
     "planning": "it has begun, and has no plan yet",
     "silent": "its driver ended without a word, or cannot write here; run it again to go on",
     "unknown": f"no readable {layout.PROGRESS_KEY} says whether a driver works on it; run it again to go on",
-    "done": "everything is extracted; the manifest comes last",
+    "done": "everything is extracted, and its driver makes the manifest; if it has ended, run it again",
     "drained": "stopped on request; run it again to go on",
-    "failed": "run it again to go on",
+    "failed": "its log and summary.json say why; mend that if need be, and run it again",
     "damaged": "it was complete, and commits are gone; run it again",
 }
 
@@ -73,7 +76,7 @@ class RunStatus:
             f"units       {self.units_done:,} of {self.units:,} committed",
             f"tokens      {self.tokens_committed:,} of {self.tokens:,}",
         ]
-        if self.progress:
+        if self.state in WORKS:  # what it was when the driver ended says nothing of now, nor of the whole run
             speed, engines = self.progress["tokens_per_s"], self.progress["engines_ready"]
             lines.append(f"speed       {speed:,.0f} tokens/s, {engines} engines ready")
         if self.retries:
@@ -143,7 +146,7 @@ def state_of(success: bool, whole: bool, said: str | None, age_s: float | None) 
     """
     if success and whole:
         return "complete"
-    works = said in ("running", "draining")
+    works = said in WORKS
     if works and age_s is not None and age_s <= SILENT_S:
         return str(said)
     if success:

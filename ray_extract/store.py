@@ -356,6 +356,8 @@ def open_store(url: str, storage_options: Mapping[str, Any] = _NO_OPTIONS) -> St
     Raises:
         ConfigError: an unusable URL or option.
     """
+    if not url:
+        raise ConfigError("the output's URL is empty; name a folder, or s3://bucket/prefix")
     scheme, colon, rest = url.partition("://")
     if not colon or scheme == "file":
         if storage_options:

@@ -107,7 +107,7 @@ def connect(address: str | None) -> Any:
         with _without(_ADDRESS_VARIABLES if address else ()):  # Ray lets them win over what is asked for by name
             return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(
             f"--address {next(filter(None, named))}: {first}; is it the dashboard of a Ray cluster, and if it asks for "
             "a token, are RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set?"

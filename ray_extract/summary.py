@@ -164,6 +164,7 @@ def write_summary(store: Store, summary: Summary) -> None:
 def _says(store: Store, summary: Summary) -> bool:
     try:
         found = json.loads(store.get(SUMMARY_KEY))
-        return bool((found["state"], found["manifest"]) == ("complete", summary.manifest) and summary.reason is None)
+        said = found["state"], found["manifest"], found["exit_code"]
+        return bool(said == ("complete", summary.manifest, summary.code) and summary.reason is None)
     except (NotFound, ValueError, KeyError, TypeError):
         return False

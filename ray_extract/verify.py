@@ -123,10 +123,11 @@ class VerifyReport:
         kinds += [f"          {n:,} failed: {kind}" for kind, n in sorted(self.failed.items())]
         more = self.problem_count - len(self.problems)
         part = f", no further than boundary {max(self.boundaries)}" if self.boundaries else ""
+        left = self.rows - self.rows_ok - self.rows_skipped - self.rows_failed
         return [
             f"output    {self.url}",
             f"rows      {self.rows:,} = {self.rows_ok:,} ok + {self.rows_skipped:,} skipped "
-            f"+ {self.rows_failed:,} failed",
+            f"+ {self.rows_failed:,} failed{f' + {left:,} without a readable shard' if left else ''}",
             *kinds,
             f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored",
             f"shards    {self.committed:,} of {self.units:,}, {show_bytes(self.nbytes)}",

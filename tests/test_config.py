@@ -63,6 +63,7 @@ MISTAKES = {
     "dataset.limit=10000000000000000000": "dataset.limit = 10000000000000000000: input should be less than or equal to "
     "9223372036854775807",
     "dataset.sample=0": "dataset.sample = 0: input should be greater than 0",
+    "engine.cpus=.inf": "engine.cpus = inf: input should be a finite number",
     "capture.keep=random:0": "capture.keep = 'random:0': must be all, supervised, last or random:K with a number K",
     "output.url=${nowhere}": "output.url: Interpolation key 'nowhere' not found",
     "output.url=${oc.env:RAY_EXTRACT_NOPE}": "output.url: KeyError raised while resolving interpolation: ",

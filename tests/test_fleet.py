@@ -1,13 +1,17 @@
 """What is missing for an engine, and what Ray's errors mean; starts that fail."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import ray.exceptions
+from simulated import make_work
 from simulated_fleet import make_units
 
 from ray_extract import run
-from ray_extract.errors import StoreError
+from ray_extract.errors import EngineError, Exit, StoreError
 from ray_extract.fleet import Death, Node, shortage
-from ray_extract.ray_fleet import translate
+from ray_extract.ray_fleet import connect, translate
 from ray_extract.starts import Start, Starts
 
 
@@ -101,3 +105,13 @@ def test_an_arena_for_small_units_holds_more_of_them() -> None:
     large = make_units(*[20_000_000] * 100)
     assert run.arena_size(large, 2) == 3 * run.image_bound(large[0])
     assert run.images_at_once(large, 2, run.arena_size(large, 2)) == 2
+
+
+def test_a_ray_that_does_not_start_is_a_reason_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.\nThis could happen")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(EngineError, match=r"Ray did not start .* timed out during startup.*run the same") as raised:
+        connect(make_work(tmp_path, [[1]], "local").job())
+    assert raised.value.exit_code == Exit.STOPPED

@@ -207,6 +207,24 @@ def test_tokenizer_that_is_missing_stops_planning_before_anything_is_stored(tmp_
     assert store.objects == {}
 
 
+@pytest.mark.parametrize("key", [layout.UNITS_KEY, layout.rows_key(0)])
+@pytest.mark.parametrize("left", [None, b"PAR1 nothing"])
+def test_a_damaged_plan_is_made_again_as_the_message_says(dataset, key, left):
+    store = MemoryStore()
+    index, units = load_or_make_plan(store, small(dataset), SHAPE, 512)
+    rows = PreparedRows(store, index).read(0, index.rows)
+    del store.objects[key]
+    if left is not None:
+        store.objects[key] = left
+    with pytest.raises(PlanError, match=rf"{key} is (missing|damaged).*; delete it and plan/plan\.json, and run"):
+        PreparedRows(store, load_or_make_plan(store, small(dataset), SHAPE, 512)[0]).read(0, index.rows)
+    store.objects.pop(key, None)
+    del store.objects[layout.PLAN_KEY]
+    assert load_or_make_plan(store, small(dataset), SHAPE, 512) == (index, units)
+    again = PreparedRows(store, index).read(0, index.rows)
+    assert [(row.row_id, row.source, row.reason) for row in again] == [(r.row_id, r.source, r.reason) for r in rows]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -358,6 +376,12 @@ def test_plan_command_that_is_told_to_end_says_so_and_leaves_nothing(tmp_path, c
         signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "error: ended before its end, on request\n"
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_nodes_have_at_least_one_gpu(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--node-gpus", "0"])
+    assert ended.value.code == 2 and "'0': must be more than 0" in capsys.readouterr().err
 
 
 def test_plan_command_lists_skipped_rows_and_prices(tmp_path, capsys):

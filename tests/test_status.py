@@ -81,6 +81,22 @@ def test_a_driver_that_was_killed_does_not_run_for_ever(tmp_path: Path) -> None:
     assert "heard of 3h00m ago" in line
 
 
+@pytest.mark.parametrize("said", ["drained", "failed", "done", "running"])
+def test_engines_of_a_driver_that_ended_have_no_speed(tmp_path: Path, said: str) -> None:
+    output = make_output(tmp_path, leave_out=["u00000001"])
+    say(output, age_s=2 * SILENT_S, state=said)
+    lines = run_status(output.store).lines()
+    assert not any("tokens/s" in line for line in lines)
+    assert ("summary.json say why" in lines[0]) == (said == "failed")
+
+
+def test_a_driver_that_died_over_the_manifest_is_not_waited_for(tmp_path: Path) -> None:
+    output = make_output(tmp_path)
+    output.store.delete(SUCCESS_KEY)
+    say(output, age_s=3 * 3600, state="done")
+    assert "its driver makes the manifest; if it has ended, run it again" in run_status(output.store).lines()[0]
+
+
 @pytest.mark.parametrize(
     ("success", "whole", "said", "age_s", "state"),
     [

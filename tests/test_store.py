@@ -430,6 +430,7 @@ def test_a_relative_path_means_the_same_in_another_folder(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("url", "options", "says"),
     [
+        ("", {}, "URL is empty"),
         ("s3://", {}, "bucket is missing"),
         ("s3://bucket/x", {"acces_key_id": "A"}, "did you mean access_key_id"),
         ("s3://bucket/x", {"access_key_id": "A"}, "go together"),

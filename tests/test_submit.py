@@ -119,6 +119,7 @@ def test_mistakes_are_one_line_before_anything_is_submitted(
         (work.args("--working-dir", str(tmp_path / "model")), "must hold the job file"),
         (work.args("--address", "head:6379"), "give the dashboard's URL, such as http://head:8265"),
         (work.args("--address", "http://127.0.0.1:9"), "--address http://127.0.0.1:9: Failed to connect to Ray"),
+        (work.args("--address", "http://127.0.0.1:9"), "http://127.0.0.1:9; is it the dashboard"),
     ):
         assert cli.main(["submit", *args]) == 2
         out, err = capsys.readouterr()

@@ -103,6 +103,7 @@ def test_a_summary_that_says_the_same_is_left_alone_and_another_is_not(tmp_path:
     assert written(idle)["state"] == "complete"
     assert written(dataclasses.replace(idle, wall_s=1.0))["this_run"]["total_s"] == 100.0
     assert written(dataclasses.replace(DONE, wall_s=1.0))["this_run"]["total_s"] == 1.0
+    assert written(dataclasses.replace(idle, code=Exit.OK))["exit_code"] == 0  # run.max_failed_rows was raised
     assert written(dataclasses.replace(idle, manifest="manifest-000001.parquet"))["manifest"][-9] == "1"
 
 

@@ -56,6 +56,14 @@ def test_a_right_output_passes_and_is_not_touched(tmp_path, format, keep):
     assert snapshot(tmp_path / "out") == before
 
 
+def test_the_rows_of_an_unfinished_run_add_up(tmp_path):
+    output = make_output(tmp_path, leave_out=["u00000001"])
+    report = verify(output.url)
+    left = report.rows - report.rows_ok - report.rows_skipped - report.rows_failed
+    assert left > 0 and not report.ok
+    assert report.lines()[1].endswith(f" + 0 failed + {left} without a readable shard")
+
+
 def test_an_output_on_an_object_store_passes(tmp_path):
     assert verify(make_output(tmp_path, url="memory://verify/out", format="parquet").url).ok
 

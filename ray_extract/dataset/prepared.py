@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from ray_extract import layout
 from ray_extract.dataset.prepare import PreparedRow, reason_kind, row_id
-from ray_extract.errors import AlreadyExists, PlanError
+from ray_extract.errors import AlreadyExists, NotFound, PlanError
 from ray_extract.records import Unit
 from ray_extract.store import Store, StoredFile
 
@@ -45,6 +45,9 @@ ROWS_SCHEMA = pa.schema(
         pa.field("loss_mask", pa.binary(), nullable=False),
     ]
 )
+REPLAN = f"delete it and {layout.PLAN_KEY}, and run the job again, which plans the same rows anew"
+"""The way out of a damaged plan. Commits stay: the same data set and configuration give the same rows and units."""
+
 _LENGTH_COLUMNS = ["index", "n_tokens", "kept", "reason"]
 
 
@@ -269,15 +272,18 @@ def read_table(store: Store, key: str) -> Any:
     """Read a Parquet object whole.
 
     Raises:
-        PlanError: it is not Parquet.
+        PlanError: it is missing, or not Parquet.
         StoreError: it cannot be read.
     """
-    data = store.get(key)
+    try:
+        data = store.get(key)
+    except NotFound:
+        raise PlanError(f"output.url: {key} is missing; {REPLAN}") from None
     try:
         # As in ledger.read_manifest: the threads of pq.read_table can abort a process that ends soon after.
         return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except pa.ArrowException as error:
-        raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
+        raise PlanError(f"output.url: {key} is damaged ({error}); {REPLAN}") from None
 
 
 class PreparedRows:
@@ -357,11 +363,11 @@ class PreparedRows:
     def _columns(self, key: str, names: list[str]) -> Any:
         info = self._store.head(key)
         if info is None:
-            raise PlanError(f"output.url: {key} is missing; choose another output.url")
+            raise PlanError(f"output.url: {key} is missing; {REPLAN}")
         try:
             return pq.ParquetFile(StoredFile(self._store, key, info.size)).read(columns=names)
         except pa.ArrowException as error:
-            raise PlanError(f"output.url: {key} is damaged ({error}); choose another output.url") from None
+            raise PlanError(f"output.url: {key} is damaged ({error}); {REPLAN}") from None
 
     def _bounds(self, part: int) -> tuple[int, int]:
         starts = self._index.starts
@@ -378,7 +384,7 @@ class PreparedRows:
         table = read_table(self._store, key).combine_chunks()
         start, stop = self._bounds(part)
         if not table.schema.equals(ROWS_SCHEMA) or not np.array_equal(table.column("index"), np.arange(start, stop)):
-            raise PlanError(f"output.url: {key} does not hold rows {start} to {stop - 1}; choose another output.url")
+            raise PlanError(f"output.url: {key} does not hold rows {start} to {stop - 1}; {REPLAN}")
         return table
 
 
@@ -425,7 +431,7 @@ def _check_ids(part: Any, key: str) -> None:
 
 
 def _wrong_id(row: int, key: str) -> PlanError:
-    return PlanError(f"output.url: row {row} in {key} is not what its id says; choose another output.url")
+    return PlanError(f"output.url: row {row} in {key} is not what its id says; {REPLAN}")
 
 
 def _rows_of(table: Any, key: str) -> Iterator[PreparedRow]:

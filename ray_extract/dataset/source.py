@@ -236,8 +236,9 @@ def _kind(path: str, format: str) -> tuple[str, str | None]:
     whole = kind in ("parquet", "arrow")
     if kind is None or (whole and codec and format == "auto"):
         raise DatasetError(
-            f"dataset.paths = {_bare(path)!r}: unknown ending; known are .jsonl and .json (.gz, .zst, .bz2), .parquet "
-            "and .arrow; set dataset.format to jsonl, json, parquet or arrow if it is one of them under another name"
+            f"dataset.paths = {_bare(path)!r}: unknown ending; known are .jsonl, .ndjson and .json "
+            "(.gz, .zst, .bz2), .parquet, .arrow and .feather; set dataset.format to jsonl, json, parquet or arrow if "
+            "it is one of them under another name"
         )
     return kind, None if whole else codec
 
