@@ -17,6 +17,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -42,10 +43,6 @@ GOALS_S = {"resume": 10.0, "manifest": 20.0}  # at 100,000 units of 10 rows
 LATENCY_S = 0.02
 PAGE = 1000  # keys of a listing
 STATES = 4
-NOTE = (
-    "Taken on two cores that ran other tests meanwhile, with ten to twenty processes to run: CPU time tells more than "
-    "time."
-)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -146,7 +143,7 @@ def phase(case: str, folder: Path, rows: int, slow: bool) -> None:
     """Run a case in this process, and print its seconds, MiB and requests."""
     began = time.monotonic()
 
-    def extract(prepared: run.Prepared, done: set[str], todo: list[Unit]) -> tuple[int, float]:
+    def extract(prepared: run.Prepared, done: set[str], todo: list[Unit], sofar: object) -> None:
         """In place of engines."""
         if case == "resume":
             assert len(todo) == 1
@@ -191,6 +188,7 @@ def main() -> None:
     if args.phase:
         phase(args.phase, Path(args.folder), args.rows, args.slow)
         return
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         make_output(folder, args.units, args.rows)
@@ -211,9 +209,8 @@ def main() -> None:
         rows.append(Row(shown, "peak memory", round(figures["mib"]), "MiB", better="lower"))
         if figures["requests"]:
             rows.append(Row(shown, "requests", figures["requests"], "requests", better="lower"))
-    path = write("ledger", rows)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"note": NOTE}, indent=1) + "\n")
-    print(path)
+    load = f"Processes that wanted to run, by the load average: {before:.1f} before, {os.getloadavg()[0]:.1f} after."
+    print(write("ledger", rows, note=load))
 
 
 if __name__ == "__main__":
