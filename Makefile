@@ -19,11 +19,11 @@ drafter: setup ## Train drafters on captured states, on Transformers' and on wro
 	$(BIN)/python examples/drafter/train.py
 	$(BIN)/python benchmarks/tables.py
 
-test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU, and the trainers' own packages (40 minutes on 2 cores)
+test: setup lint ## Everything: lint, then all tests, on real SGLang on the CPU, and the trainers' own packages (about an hour on 2 cores)
 	@deploy/trainers/setup.sh
 	$(BIN)/python -m pytest
 
-test-fast: setup ## The tests that start no engine and no cluster (5 minutes)
+test-fast: setup ## The tests that start no engine and no cluster (10 minutes)
 	$(BIN)/python -m pytest -m "not engine and not ray"
 
 acceptance: setup ## What we export, read and trained on by SpecForge and speculators (8 minutes on 2 cores)

@@ -44,6 +44,7 @@ from unittest import mock
 
 import numpy as np
 import plain_reader
+from simulated_fleet import at_once
 
 from ray_extract import (
     driver,
@@ -750,12 +751,7 @@ class Inline:
 
     def submit(self, action: Callable[..., Any], *args: Any) -> Future[Any]:
         """As of ThreadPoolExecutor."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(action(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return at_once(action, *args)
 
 
 @contextlib.contextmanager

@@ -182,6 +182,16 @@ def make_setup(job: Job, most: int) -> Any:
     return types.SimpleNamespace(extractor=types.SimpleNamespace(job=made, arena_bytes=0), rows={})
 
 
+def at_once(action: Callable[..., Any], *args: Any) -> Future[Any]:
+    """As ThreadPoolExecutor.submit, but it is done when this returns."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(action(*args))
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 class VirtualTime:
     """Time that passes when the driver waits for its queue. Events of one moment come in their order."""
 
@@ -216,12 +226,7 @@ class VirtualTime:
 
     def submit(self, action: Callable[..., Any], *args: Any) -> Future[Any]:
         """As of ThreadPoolExecutor; takes no time."""
-        future: Future[Any] = Future()
-        try:
-            future.set_result(action(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return at_once(action, *args)
 
     def shutdown(self, wait: bool) -> None:
         """As of ThreadPoolExecutor."""
