@@ -111,6 +111,7 @@ def test_a_ray_that_does_not_start_is_a_reason_to_run_again(tmp_path: Path, monk
     def init(**_: Any) -> None:
         raise Exception("The current node timed out during startup.\nThis could happen")  # as Ray does
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test's cluster may serve this process
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(EngineError, match=r"Ray did not start .* timed out during startup.*run the same") as raised:
         connect(make_work(tmp_path, [[1]], "local").job())
