@@ -35,8 +35,9 @@ from results import Row, write
 from ray_extract import run
 from ray_extract.config import Job
 from ray_extract.layout import shard_key
-from ray_extract.ledger import Ledger
+from ray_extract.ledger import Ledger, stored_columns
 from ray_extract.records import Receipt, Unit
+from ray_extract.shards.image import states_extent
 from ray_extract.store import LocalStore, ObjectInfo
 
 GOALS_S = {"resume": 10.0, "manifest": 20.0}  # at 100,000 units of 10 rows
@@ -84,7 +85,7 @@ def make_output(folder: Path, units: int, rows: int) -> None:
 
 
 def commit(folder: Path, ledger: Ledger, unit: Unit) -> None:
-    """Commit a unit with a shard of one byte."""
+    """Commit a unit with a shard of one byte, which says that it is as large as one with states would be."""
     key = shard_key(unit.unit, "0123abcd-01", "raw")
     (folder / "out" / key).write_bytes(b"x")
     receipt = Receipt(
@@ -92,7 +93,7 @@ def commit(folder: Path, ledger: Ledger, unit: Unit) -> None:
         attempt="0123abcd-01",
         key=key,
         format="raw",
-        size=1,
+        size=4096 + states_extent(stored_columns(ledger.claimed()), unit.kept)[1],
         sha256="0" * 64,
         rows=unit.rows,
         tokens=unit.tokens,

@@ -33,7 +33,15 @@ from ray_extract.errors import AlreadyExists, IdentityMismatch, NotFound, ShardE
 from ray_extract.model import ModelShape
 from ray_extract.records import Receipt, RowFailure, Split, Unit
 from ray_extract.segments import Folded, Folding
-from ray_extract.shards.image import FORMAT_VERSION, TORCH_TO_CODE, Column, kept_counts, state_columns
+from ray_extract.shards.image import (
+    FORMAT_VERSION,
+    PAGE,
+    TORCH_TO_CODE,
+    Column,
+    kept_counts,
+    state_columns,
+    states_extent,
+)
 from ray_extract.store import ObjectInfo, Store, StoredFile, put_once
 
 log = logging.getLogger(__name__)
@@ -49,7 +57,8 @@ _NO_PLAN = "; plan/ is damaged: put it back as it was, or choose another output.
 
 _GROUP_ROWS = 64 << 10  # of a row group of a manifest, at least
 _CHUNK_BYTES = 8 << 20  # of a manifest, sent or compared
-_REPETITIVE = ["source", "status", "reason", "unit", "shard", "format"]  # columns that a dictionary makes smaller
+# Columns that a dictionary makes smaller.
+_REPETITIVE = ["source", "status", "reason", "unit", "shard", "format", "states_offset", "states_stride"]
 
 # Engine arguments that change the states themselves, unlike those of speed and size.
 _STATE_ARGS = (
@@ -81,6 +90,8 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("format", pa.string()),
         pa.field("row_in_shard", pa.int32()),
         pa.field("token_offset", pa.int64()),
+        pa.field("states_offset", pa.int64()),
+        pa.field("states_stride", pa.int64()),
         pa.field("digests", pa.list_(pa.uint64())),
     ]
 )
@@ -94,12 +105,14 @@ unit, shard, format: where the row is; shard is the object's key. Null for skipp
     that failed and was retried is where it is ok; if nowhere, where it failed last.
 row_in_shard: its place among the shard's rows.
 token_offset: its first token in the shard's states.
+states_offset, states_stride: where the first state begins in a raw shard, and how many bytes later the next one; null
+    for a Parquet shard.
 digests: u64 [1 + states], see capture.digest; the first one is of the token ids.
 
 The schema's metadata of a manifest in a store is `format` and `version`, and `ray_extract.columns`: JSON
 [[name, dtype, width], ...] of the shards' states in order, see shards.image.
 """
-MANIFEST_FORMAT, MANIFEST_VERSION = "ray_extract manifest", "1"
+MANIFEST_FORMAT, MANIFEST_VERSION = "ray_extract manifest", "2"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -544,7 +557,7 @@ def manifest_parts(
     retries: Iterable[Retry] = (),
     *,
     keep: str,
-    states: int,
+    columns: Sequence[Column],
 ) -> Iterator[tuple[pa.Table, pa.RecordBatch]]:
     """Join rows, plan and commits, all in order, to what a manifest says; streaming, a part and its units in memory.
 
@@ -557,7 +570,7 @@ def manifest_parts(
         receipts: one for each unit, in the plan's order (more would be of another plan).
         retries: what is committed of retry rounds, in their order; all in memory.
         keep: `capture.keep`.
-        states: in each shard.
+        columns: the states in each shard, see stored_columns.
 
     Yields:
         Each part, and the same rows by MANIFEST_SCHEMA.
@@ -565,7 +578,7 @@ def manifest_parts(
     Raises:
         ShardError: a unit is not committed, or plan, rows and commits do not fit each other.
     """
-    join = _Join(units, receipts, retries, keep, states)
+    join = _Join(units, receipts, retries, keep, columns)
     for part in parts:
         yield part, join.part(part)
     join.finish()
@@ -575,11 +588,16 @@ class _Join:
     """See manifest_parts."""
 
     def __init__(
-        self, units: Iterable[Unit], receipts: Iterable[Receipt], retries: Iterable[Retry], keep: str, states: int
+        self,
+        units: Iterable[Unit],
+        receipts: Iterable[Receipt],
+        retries: Iterable[Retry],
+        keep: str,
+        columns: Sequence[Column],
     ) -> None:
         self._units, self._receipts = iter(units), iter(receipts)
-        self._keep, self._states = keep, states
-        self._retried = [_Places(unit, receipt, states) for unit, receipt in retries]
+        self._keep, self._columns = keep, columns
+        self._retried = [_Places(unit, receipt, columns) for unit, receipt in retries]
         self._again: dict[int, list[_Places]] = {}
         for places in self._retried:
             for row in places.unit.members or ():
@@ -604,7 +622,7 @@ class _Join:
 
         rows = first + np.flatnonzero(usable)
         units = self._until(end)
-        spots = _spots(rows, kept[usable], units, 1 + self._states)
+        spots = _spots(rows, kept[usable], units, 1 + len(self._columns))
         sources = [*units]
         failures = _failures(rows, spots, units)
         low, high = np.searchsorted(self._again_rows, (first, end)).tolist()
@@ -632,7 +650,7 @@ class _Join:
                     + (f"; {receipt.unit} is next" if receipt else "")
                     + "; run the job again"
                 )
-            found.append(_Places(unit, receipt, self._states))
+            found.append(_Places(unit, receipt, self._columns))
             self._planned = unit.end
             self._next = next(self._units, None)
         return found
@@ -673,12 +691,18 @@ class _Join:
 class _Places:
     """A unit, whose rows come in order, and its shard."""
 
-    def __init__(self, unit: Unit, receipt: Receipt, states: int) -> None:
+    def __init__(self, unit: Unit, receipt: Receipt, columns: Sequence[Column]) -> None:
+        states = len(columns)
         if receipt.rows != unit.rows or not unit.rows or len(receipt.digests) != 8 * (1 + states) * unit.rows:
             raise ShardError(
                 f"commit of unit {unit.unit}: {receipt.rows} rows and {len(receipt.digests)} bytes of digests, where "
                 f"the plan has {unit.rows} rows of {states} states; {_remedy(unit.unit)}"
             )
+        self.states_offset: int | None = None
+        self.states_stride: int | None = None
+        if receipt.format == "raw":
+            self.states_stride, nbytes = states_extent(columns, unit.kept)
+            self.states_offset = receipt.size - nbytes
         self.unit, self.receipt = unit, receipt
         self.digests = np.frombuffer(receipt.digests, dtype="<u8").reshape(unit.rows, 1 + states)
         self.failures = {failure.row: failure for failure in receipt.failures}
@@ -709,6 +733,11 @@ class _Places:
             raise ShardError(
                 f"commit of unit {unit.unit}: reports rows that it does not hold: {sorted(self.failures)}; "
                 f"{_remedy(unit.unit)}"
+            )
+        if self.states_offset is not None and (self.states_offset <= 0 or self.states_offset % PAGE):
+            raise ShardError(
+                f"commit of unit {unit.unit}: a raw shard of {unit.kept} stored tokens cannot have {self.receipt.size} "
+                f"bytes; {_remedy(unit.unit)}"
             )
 
 
@@ -798,6 +827,8 @@ def _batch(
         "format": pa.array([receipt.format for receipt in receipts], pa.string()).take(source),
         "row_in_shard": spread(spots.place, pa.int32()),
         "token_offset": spread(spots.offset, pa.int64()),
+        "states_offset": pa.array([places.states_offset for places in sources], pa.int64()).take(source),
+        "states_stride": pa.array([places.states_stride for places in sources], pa.int64()).take(source),
         "digests": pa.ListArray.from_arrays(
             ends, pa.array(spots.digests.reshape(-1)), mask=pa.array(~usable), type=pa.list_(pa.uint64())
         ),
@@ -914,7 +945,8 @@ def read_manifest(store: Store) -> pa.Table:
         if found != (MANIFEST_FORMAT, MANIFEST_VERSION):
             raise ShardError(
                 f"{store.url}/{key}: format {found[0]!r:.40} version {found[1]!r:.40}; this release reads "
-                f"{MANIFEST_FORMAT!r} {MANIFEST_VERSION!r}"
+                f"{MANIFEST_FORMAT!r} {MANIFEST_VERSION!r}; if another release wrote it, run the job again "
+                "with this one: it extracts nothing, and writes the manifest anew"
             )
         manifest_columns(table)
         return table.cast(MANIFEST_SCHEMA.with_metadata(table.schema.metadata))

@@ -453,7 +453,7 @@ def _check_manifest(
     counts, totals, at = TokenCounts(), Totals(), 0
     try:
         retries, receipts = take_retries(ledger.receipts(), rounds)
-        parts = manifest_parts(rows.parts(), units, receipts, retries, keep=expected.keep, states=len(expected.columns))
+        parts = manifest_parts(rows.parts(), units, receipts, retries, keep=expected.keep, columns=expected.columns)
         for batch in counts.counted(parts):
             _compare(manifest.slice(at, batch.num_rows), batch, report.add)
             totals += count(batch)

@@ -81,7 +81,7 @@ def write_views(
         receipts,
         retries,
         keep=identity.capture["keep"],
-        states=len(stored_columns(identity)),
+        columns=stored_columns(identity),
     )
     written = write_manifest(ledger.store, identity, after, counts.counted(parts))
     if written is None:

@@ -62,6 +62,7 @@ def read_raw(path: Path, line: dict[str, Any]) -> PlainRow:
             assert begin % 4096 == 0
             size = (end - begin) // tokens
             first = begin + line["token_offset"] * size
+            assert first == line["states_offset"] + len(states) * line["states_stride"] + line["token_offset"] * size
             stored = np.frombuffer(data[first : first + line["kept"] * size], np.uint8).reshape(-1, size)
             dtype = "F8_E4M3" if entry["dtype"] == "U8" else entry["dtype"]
             states[name], words[name] = values(stored, dtype), stored

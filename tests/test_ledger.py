@@ -36,14 +36,15 @@ from ray_extract.ledger import (
     read_manifest,
     read_success,
     run_identity,
+    stored_columns,
     write_manifest,
     write_success,
 )
 from ray_extract.model import ModelShape
 from ray_extract.records import Receipt, RowFailure, RowStatus, Unit
+from ray_extract.shards.image import states_extent
 from ray_extract.store import LocalStore, Store, open_store
 
-STATES = 3
 SHAPE = ModelShape("/m", "LlamaForCausalLM", "llama", 12, 64, "bfloat16", 4096, 1000, "f00d")
 SOURCES = [{"size": 10, "sha256": "aa"}, {"size": 20, "sha256": "bb"}]
 ENVIRONMENT = {"sglang": "0.5.20"}
@@ -72,6 +73,10 @@ def identity(boundaries: Sequence[int] = (2, 6, 9), sources: Any = SOURCES, **ch
     return run_identity(job(**changes), SHAPE, boundaries, sources, "template")
 
 
+COLUMNS = stored_columns(identity())
+STATES = len(COLUMNS)
+
+
 def make_receipt(unit: Unit, attempt: str, failures: Sequence[RowFailure] = ()) -> Receipt:
     """What an attempt at a unit hands back; its digests tell row and unit."""
     digests = np.arange(unit.rows * (1 + STATES), dtype="<u8") + 1000 * unit.first
@@ -80,7 +85,7 @@ def make_receipt(unit: Unit, attempt: str, failures: Sequence[RowFailure] = ()) 
         attempt=attempt,
         key=layout.shard_key(unit.unit, attempt, "raw"),
         format="raw",
-        size=100 + unit.first,
+        size=4096 + states_extent(COLUMNS, unit.kept)[1],
         sha256="00",
         rows=unit.rows,
         tokens=unit.tokens,
@@ -322,7 +327,7 @@ def try_manifest(
     after, store = last_manifest(ledger.store), ledger.store
     parts = [rows_table(list(rows[at : at + part_rows]), "all") for at in range(0, len(rows), part_rows)]
     joined = manifest_parts(
-        parts, units, ledger.receipts() if receipts is None else receipts, retries, keep="all", states=STATES
+        parts, units, ledger.receipts() if receipts is None else receipts, retries, keep="all", columns=COLUMNS
     )
     return write_manifest(store, ledger.claimed(), after, (batch for _, batch in joined))
 
@@ -358,10 +363,12 @@ def test_a_manifest_has_every_row_in_order_and_says_where_it_is() -> None:
         "format": "raw",
         "row_in_shard": 0,
         "token_offset": 0,
-        "digests": [3000, 3001, 3002, 3003],
+        "states_offset": 4096,
+        "states_stride": 4096,
+        "digests": [3000, 3001, 3002, 3003, 3004],
     }
     # A failed row keeps its place, so the next one starts behind it, over two skipped ones.
-    assert (rows[6]["row_in_shard"], rows[6]["token_offset"], rows[6]["digests"][0]) == (1, 2, 3004)
+    assert (rows[6]["row_in_shard"], rows[6]["token_offset"], rows[6]["digests"][0]) == (1, 2, 3005)
     assert rows[8] == {
         **dict.fromkeys(MANIFEST_SCHEMA.names),
         "row": 8,
@@ -442,6 +449,17 @@ def test_rows_plan_and_commits_that_do_not_fit_make_no_manifest(
     commit_all(ledger)
     with pytest.raises(ShardError, match=says):
         put_manifest(ledger, rows, units)
+    assert latest_manifest(ledger.store) is None
+
+
+@pytest.mark.parametrize("wrong", [-8, 8, -4096])
+def test_a_commit_whose_shard_cannot_hold_its_tokens_makes_no_manifest(wrong: int) -> None:
+    ledger = claimed()
+    for unit in UNITS:
+        receipt = make_receipt(unit, "a")
+        ledger.commit(dataclasses.replace(receipt, size=receipt.size + wrong * (unit is UNITS[1])))
+    with pytest.raises(ShardError, match=f"commit of unit {UNITS[1].unit}: a raw shard of .* cannot have .* bytes; "):
+        put_manifest(ledger, ROWS, UNITS)
     assert latest_manifest(ledger.store) is None
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_items_are_the_rows_that_are_ok_bit_for_bit(tmp_path, format, keep, dtyp
     data = HiddenStates(output.url, check=True)
     assert [item["row"] for item in data] == [0, 1, 3, 5]
     rows = {row.index: row for row in PreparedRows(output.store, output.index).read(0, output.index.rows)}
-    for item in data:
+    for at, item in enumerate(data):
         row = rows[item["row"]]
         assert item["row_id"] == row.row_id
         assert item["input_ids"].dtype == torch.int64 and item["input_ids"].tolist() == row.input_ids.tolist()
@@ -48,6 +49,7 @@ def test_items_are_the_rows_that_are_ok_bit_for_bit(tmp_path, format, keep, dtyp
         for name in NAMES:
             assert item[name].dtype == getattr(torch, "bfloat16" if dtype == "float8_e4m3" else dtype)
             assert item[name].shape == (len(positions), 16)
+            assert data.state(at, name).equal(item[name])
             if dtype == "float8_e4m3":
                 assert item[name].equal(decode(torch.from_numpy(output.stored[row.index][name])))
             else:
@@ -175,6 +177,27 @@ def test_a_flipped_byte_is_found_when_checked_and_names_row_and_state(tmp_path, 
         checked[1]
     assert HiddenStates(output.url)[1]["row"] == 1
     assert HiddenStates(output.url, states=["state.1"], check=True)[1]["row"] == 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_flipped_byte_is_found_when_a_state_is_asked_for_alone(tmp_path, format):
+    output = make_output(tmp_path, url=f"memory://{uuid.uuid4().hex}/out", format=format)
+    (shard,) = (item.key for item in output.store.list("shards/") if "u00000000." in item.key)
+    whole = output.store.get(shard)
+    data = bytearray(whole)
+    data[data.index(output.stored[1]["state.3"][:5].tobytes()) + 33] ^= 2
+    output.store.put(shard, data, create=False)
+    checked = HiddenStates(output.url, check=True)
+    with pytest.raises(ShardError, match=r"row 1: state\.3 are not what was captured.*delete the unit's file"):
+        checked.state(1, "state.3")
+    assert checked.state(0, "state.3").shape == (5, 16) and checked.state(1, "state.1").shape == (12, 16)
+    with pytest.raises(ConfigError, match=r"name = 'state\.7': the states that are read are state\.1, "):
+        checked.state(1, "state.7")
+    with pytest.raises(IndexError, match="row 5 of 5"):
+        checked.state(5, "state.1")
+    output.store.put(shard, whole[: len(whole) // 2], create=False)
+    with pytest.raises(ShardError, match="u00000000"):
+        HiddenStates(output.url).state(1, "state.3")
 
 
 def test_a_shard_of_another_run_under_the_same_key_is_found(tmp_path):

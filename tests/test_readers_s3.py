@@ -8,6 +8,7 @@ from outputs import NAMES, make_output
 from proxies import CountingProxy
 from torch.utils.data import DataLoader
 
+from ray_extract.capture.fp8 import decode
 from ray_extract.readers.dataset import HiddenStates
 from ray_extract.readers.stream import HiddenStatesStream
 from ray_extract.readers.tokens import TokenSampler
@@ -58,6 +59,24 @@ def test_a_row_is_one_request_for_each_state(output, proxy, options, names, chec
         assert right(output, data[index], names)
         assert len(proxy.requests) == len(names)
         assert len(proxy.shards()) == len(names)
+
+
+@pytest.mark.parametrize("keep", ["all", "random:3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+def test_one_state_of_a_row_is_one_request_given_the_manifest(s3, proxy, options, tmp_path, keep, dtype):
+    url = f"{s3.url}/{tmp_path.name}"
+    output = make_output(tmp_path, url=url, storage_options=s3.storage_options, keep=keep, dtype=dtype, failed=[1])
+    data = HiddenStates(url, check=True, storage_options=options)
+    proxy.requests.clear()
+    for index, row in enumerate(data._rows.row.tolist()):
+        for name in NAMES:
+            got = data.state(index, name)
+            stored = output.stored[row][name]
+            if dtype == "float8_e4m3":
+                assert got.equal(decode(torch.from_numpy(stored)))
+            else:
+                assert got.view(torch.uint8).numpy().tobytes() == stored.tobytes()
+    assert [method for method, _ in proxy.requests] == ["GET"] * len(data) * len(NAMES)
 
 
 def test_opening_a_shard_is_two_requests_once_its_table_is_short(output, proxy, options):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Dataset
 
 from ray_extract.errors import ConfigError
@@ -91,6 +92,23 @@ class HiddenStates(Dataset[dict[str, Any]]):
         places = [self._place(index) for index in indices]
         with self._rows.mending():
             return self._rows.items(places, [self._shard(int(self._rows.shard_of[place])) for place in places])
+
+    def state(self, index: int, name: str) -> torch.Tensor:
+        """One state of one row, [kept, H], without the rest of the item.
+
+        Of a raw shard on an object store this is one request: the manifest says where the bytes are, and the shard is
+        not opened.
+
+        Raises:
+            ConfigError: the index is no whole number, or no such state is read.
+            IndexError: outside the data set.
+            ShardError: the shard is truncated, or, with check, the bytes are not what was captured.
+            StoreError: the store failed.
+        """
+        if name not in self.states:
+            raise ConfigError(f"name = {name!r}: the states that are read are {', '.join(self.states)}")
+        with self._rows.mending():
+            return self._rows.tensor(name, self._rows.stored(self._place(index), name, self._shard))
 
     def _place(self, index: Any) -> int:
         if isinstance(index, slice):

@@ -96,6 +96,10 @@ class Rows:
 
         self.row, self.n_tokens, self.kept = numbers("row"), numbers("n_tokens"), numbers("kept")
         self.place = numbers("row_in_shard")
+        self._token_offset = numbers("token_offset")
+        self._states_at = np.stack(
+            [np.asarray(pc.fill_null(rows.column(f"states_{name}"), 0), np.int64) for name in ("offset", "stride")]
+        )
         self._row_id = rows.column("row_id").combine_chunks()
         self._digests = _matrix(self.url, rows.column("digests"))
         keys = rows.column("shard").dictionary_encode().combine_chunks()
@@ -183,12 +187,47 @@ class Rows:
         self._agree(number, shard)
         return shard
 
-    def read(self, indices: Sequence[int], shards: Sequence[Shard]) -> list[tuple[Shard, dict[str, U8]]]:
-        """The states of rows, checked if so asked.
+    def stored(self, index: int, name: str, open: Callable[[int], Shard]) -> U8:
+        """One state of one row, checked if so asked: one request where a raw shard is read by ranges.
+
+        Args:
+            index: the row.
+            name: of the state.
+            open: opens a shard by its number, where it is read otherwise.
+
+        Returns:
+            The stored bytes, u8 [kept, bytes per token].
+
+        Raises:
+            ShardError: truncated, or, with check, not what was captured.
+            StoreError: the store failed.
+        """
+        number, kept = int(self.shard_of[index]), int(self.kept[index])
+        key, format = self.shards[number]
+        if not self.by_range or format != "raw" or not kept:
+            return self.read([index], [open(number)], [name])[0][1][name]
+        column = self.columns[name]
+        nth, width = self._stored.index(column), column.token_bytes
+        offset, stride = self._states_at[:, index].tolist()
+        start = offset + nth * stride + int(self._token_offset[index]) * width
+        part = self._here().get_view(key, start, kept * width)
+        where = f"{self.url}/{key}"
+        if len(part) != kept * width:
+            raise ShardError(f"{where}: truncated: {len(part)} of {kept * width} bytes at {start}")
+        stored = np.frombuffer(part, np.uint8).reshape(kept, width)
+        if self._check and digest_tokens(stored) != self._digests[index, 1 + nth]:
+            raise ShardError(f"{where}: row {int(self.row[index])}: {name} are not what was captured")
+        return stored
+
+    def read(
+        self, indices: Sequence[int], shards: Sequence[Shard], states: Sequence[str]
+    ) -> list[tuple[Shard, dict[str, U8]]]:
+        """States of rows, checked if so asked.
 
         Args:
             indices: the rows.
             shards: the open shard of each.
+            states: their names.
 
         Returns:
             For each row its shard (another one, if the copy in the cache turned out to be damaged), and the stored
@@ -204,13 +243,13 @@ class Rows:
             [
                 functools.partial(shard.state, name, place)
                 for shard, place in zip(shards, places, strict=True)
-                for name in self.states
+                for name in states
             ],
         )
-        width = len(self.states)
+        width = len(states)
         found: list[tuple[Shard, dict[str, U8]]] = []
         for i, (index, shard) in enumerate(zip(indices, shards, strict=True)):
-            stored = dict(zip(self.states, parts[i * width : (i + 1) * width], strict=True))
+            stored = dict(zip(states, parts[i * width : (i + 1) * width], strict=True))
             found.append(self._checked(index, shard, stored) if self._check else (shard, stored))
         return found
 
@@ -235,7 +274,7 @@ class Rows:
         """Items, see readers.dataset.HiddenStates; raises as read does."""
         return [
             self.head(index, shard) | {name: self.tensor(name, part) for name, part in stored.items()}
-            for index, (shard, stored) in zip(indices, self.read(indices, shards), strict=True)
+            for index, (shard, stored) in zip(indices, self.read(indices, shards, self.states), strict=True)
         ]
 
     def tensor(self, name: str, stored: U8) -> torch.Tensor:

@@ -484,7 +484,7 @@ def _candidates(rows: Rows, max_tokens: int | None, long_rows: LongRows) -> I64:
 
 def _packed(rows: Rows, indices: Sequence[int], opened: Sequence[Shard]) -> dict[str, Any]:
     """A batch of rows one after the other; see HiddenStatesStream."""
-    read = rows.read(indices, opened)
+    read = rows.read(indices, opened, rows.states)
     heads = [rows.head(index, shard) for index, (shard, _) in zip(indices, read, strict=True)]
     seqlens = [len(head["input_ids"]) for head in heads]
     batch: dict[str, Any] = {

@@ -85,6 +85,20 @@ def state_columns(boundaries: Sequence[int], final: bool, dtype: str, hidden: in
     return tuple(Column(name, dtype, hidden) for name in names)
 
 
+def states_extent(columns: Sequence[Column], kept: int) -> tuple[int, int]:
+    """Bytes from one state of an image to the next, and of all states with the pads between them.
+
+    An image ends with its last state, so its size tells where the first one begins.
+
+    Args:
+        columns: alike but for their names, at least one.
+        kept: stored tokens, T.
+    """
+    each = kept * columns[0].token_bytes
+    stride = _round_up(each, PAGE)
+    return stride, stride * (len(columns) - 1) + each
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowTable:
     """The rows of one image, flat.
