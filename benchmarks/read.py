@@ -1,11 +1,11 @@
 """What the readers cost over the plainest way to the same bytes.
 
-    python benchmarks/read.py [--cases sequential,random-row,stream-s3] [--runs 7] [--folder DIR]
+    python benchmarks/read.py [--cases sequential,random-row,stream-s3] [--runs 7] [--shrink 1] [--folder DIR]
 
     sequential   all states of all rows of a shard, through HiddenStates, over safetensors' safe_open of the same shard
     random-row   one state of a random row, through HiddenStates, over a pread of its bytes
     stream-s3    HiddenStatesStream from SeaweedFS on this machine, over plain GETs of the same objects; and how many
-                 requests a state of a row takes
+                 requests a state of a row takes, as part of an item of an open shard and alone
 
 Each way is run in turns with the other, in one thread, on files that are in the page cache, and copies what it reads
 into the same memory (the streams only hold it: the GETs do no more). A run's figure is the ratio of the two; the result
@@ -38,7 +38,7 @@ from ray_extract.layout import manifest_key, shard_key
 from ray_extract.ledger import MANIFEST_FORMAT, MANIFEST_SCHEMA, MANIFEST_VERSION
 from ray_extract.readers.dataset import HiddenStates
 from ray_extract.readers.stream import HiddenStatesStream
-from ray_extract.shards.image import lay_out, row_table, state_columns, write_table
+from ray_extract.shards.image import lay_out, row_table, state_columns, states_extent, write_table
 from ray_extract.shards.raw import write_raw
 from ray_extract.store import open_store
 
@@ -83,6 +83,8 @@ def make_run(url: str, options: dict[str, Any], *, shards: int, rows: int, token
                 "format": "raw",
                 "row_in_shard": place,
                 "token_offset": place * tokens,
+                "states_offset": layout.states_offset,
+                "states_stride": states_extent(columns, rows * tokens)[0],
                 "digests": [1] * (1 + len(columns)),
             }
             for place in range(rows)
@@ -110,12 +112,12 @@ def ratio(found: dict[str, list[float]], ours: str, plain: str) -> float:
     return statistics.median(a / b for a, b in zip(found[ours], found[plain], strict=True))
 
 
-def sequential(folder: Path, runs: int) -> list[Row]:
+def sequential(folder: Path, runs: int, shrink: int) -> list[Row]:
     """All states of all rows."""
-    url = str(folder / "sequential")
-    nbytes = make_run(url, {}, shards=1, rows=20, tokens=1730, hidden=7168)
+    url, tokens = str(folder / "sequential"), 1730 // shrink
+    nbytes = make_run(url, {}, shards=1, rows=20, tokens=tokens, hidden=7168)
     path = next((folder / "sequential" / "shards").iterdir())
-    target = torch.empty(1730, 7168, dtype=torch.bfloat16).fill_(1)
+    target = torch.empty(tokens, 7168, dtype=torch.bfloat16).fill_(1)
 
     def ours() -> None:
         data = HiddenStates(url)
@@ -128,8 +130,8 @@ def sequential(folder: Path, runs: int) -> list[Row]:
         with safe_open(path, framework="pt") as file:
             for name in ("state.2", "state.30", "state.57", "state.final"):
                 state = file.get_tensor(name)
-                for at in range(0, len(state), 1730):
-                    target.copy_(state[at : at + 1730])
+                for at in range(0, len(state), tokens):
+                    target.copy_(state[at : at + tokens])
 
     found = in_turns({"ours": lambda: nbytes / timed(ours), "plain": lambda: nbytes / timed(plain)}, runs)
     return [
@@ -144,11 +146,11 @@ def gigabytes(rates: list[float]) -> float:
     return round(statistics.median(rates) / 1e9, 2)
 
 
-def random_row(folder: Path, runs: int) -> list[Row]:
+def random_row(folder: Path, runs: int, shrink: int) -> list[Row]:
     """One state of a random row."""
     rows = []
     for case, count, tokens, hidden, goal in (
-        ("random-row", 24, 1730, 7168, 1.5),
+        ("random-row", 24, 1730 // shrink, 7168, 1.5),
         ("random-row, short", 400, 64, 4096, None),
     ):
         url = str(folder / case)
@@ -192,11 +194,11 @@ def _row_ways(url: str, count: int, tokens: int, hidden: int) -> dict[str, Calla
     return {"ours": ours, "plain": plain}
 
 
-def stream_s3(folder: Path, runs: int) -> list[Row]:
+def stream_s3(folder: Path, runs: int, shrink: int) -> list[Row]:
     """Whole shards, and single rows, of an S3 server."""
     with seaweedfs(folder / "weed") as server:
         url, options = f"{server.url}/run", server.storage_options
-        nbytes = make_run(url, options, shards=4, rows=10, tokens=431, hidden=7168)
+        nbytes = make_run(url, options, shards=4, rows=10, tokens=431 // shrink, hidden=7168)
         store: Any = open_store(url, options)
         keys = [item.key for item in store.list("shards/")]
 
@@ -231,6 +233,11 @@ def stream_s3(folder: Path, runs: int) -> list[Row]:
             for index in picked:
                 data[index]
             requests = len(proxy.requests) / (len(picked) * 2)
+            data = HiddenStates(url, storage_options={**options, "endpoint": proxy.endpoint})
+            proxy.requests.clear()
+            for index in picked:
+                data.state(index, "state.30")
+            alone = len(proxy.requests) / len(picked)
     return [
         Row("stream-s3", "ratio", round(ratio(found, "ours", "plain"), 3), "of the rate of obstore.get", 0.8),
         Row(
@@ -242,6 +249,7 @@ def stream_s3(folder: Path, runs: int) -> list[Row]:
         Row("stream-s3", "HiddenStatesStream", gigabytes(found["ours"]), "GB/s"),
         Row("stream-s3", "obstore.get", gigabytes(found["plain"]), "GB/s"),
         Row("stream-s3", "requests", requests, "a state and row, shards being open", 1, "lower"),
+        Row("stream-s3", "requests, alone", alone, "a state and row, given the manifest", 1, "lower"),
     ]
 
 
@@ -252,15 +260,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--shrink", type=int, default=1, help="divides rows' lengths; the goals are for 1")
     parser.add_argument("--folder", type=Path, help="for 4 GB of shards; removed at the end")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name in args.cases.split(","):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            rows += CASES[name](Path(folder), args.runs)
-        for row in rows:
-            print(row)
+            rows += CASES[name](Path(folder), args.runs, args.shrink)
+    for row in rows:
+        print(row)
     if args.cases == ",".join(CASES):
         write("read", rows, note=NOTE)
     return verdict(rows)
