@@ -23,8 +23,8 @@ from ray_extract.store import open_store
 _MOST = 1e15  # of a rate or a price: what is computed from it stays a number
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Every command and its arguments."""
     parser = argparse.ArgumentParser(
         prog="ray-extract", description="Hidden states of large language models, at scale."
     )
@@ -128,7 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--option", action="append", default=[], metavar="KEY=VALUE", help="as output.storage_options of the job"
         )
 
-    args = parse(parser, argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit code."""
+    args = parse(make_parser(), argv)
     try:
         code: int = args.action(args)
     except RayExtractError as error:
