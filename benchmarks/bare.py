@@ -3,7 +3,8 @@
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,10 @@ class AloneBare:
     Args:
         job: as JSON-ready data.
         tokens: most in flight.
+        env: environment variables beside this process's own.
     """
 
-    def __init__(self, job: dict[str, Any], tokens: int) -> None:
+    def __init__(self, job: dict[str, Any], tokens: int, env: Mapping[str, str] = types.MappingProxyType({})) -> None:
         spec = ArenaSpec(
             nonce=new_nonce(),
             nbytes=-(-4 * tokens // PAGE) * PAGE,
@@ -83,7 +85,7 @@ class AloneBare:
         self._guard = Guard(self._arena.folder)
         try:
             logs = Path(tempfile.gettempdir(), "ray_extract-logs")
-            self._bare = Bare(job, self._arena, self._guard, {}, logs)
+            self._bare = Bare(job, self._arena, self._guard, dict(env), logs)
         except BaseException:
             self.stop()
             raise

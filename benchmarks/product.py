@@ -69,7 +69,7 @@ class Ran:
         tokens: committed.
         seconds: from the engine's being ready to the last commit, by the run's own summary; 0 without one.
         whole: of the command.
-        ready: whether the engine was.
+        ready_s: from the command to the first engine's being ready; 0 if none was.
         samples: of the time between these, as far as it is known.
         output: what it printed, both ways.
     """
@@ -78,7 +78,7 @@ class Ran:
     tokens: int
     seconds: float
     whole: float
-    ready: bool
+    ready_s: float
     samples: list[Sample]
     output: str
 
@@ -221,7 +221,7 @@ def extract(job: dict[str, Any], deadline: float = math.inf) -> Ran:
     seconds = tokens / rate if rate else 0.0
     if ready[0]:
         samples = [s for s in samples if ready[0] <= s.time <= ready[0] + (seconds or math.inf)] or samples
-    return Ran(code, tokens, seconds, time.monotonic() - start, bool(ready[0]), samples, output)
+    return Ran(code, tokens, seconds, time.monotonic() - start, ready[0] and ready[0] - start, samples, output)
 
 
 def reset(folder: Path, bucket: str) -> None:
