@@ -156,7 +156,7 @@ class Bench:
             log_dir="none",
         )
         rows = RowIndex((), 0, 0, 0, 0, 0, {}, "")
-        self.worker = Worker(WorkerSetup(setup, rows.to_json(), {}))
+        self.worker = Worker(WorkerSetup(setup, rows.to_json(), {}, "flush"))
         self.worker._info = EngineInfo("none", 1 << 17, 1, {})
         self.columns = self.worker._extractor.columns
         tables = [make_rows(nbytes, seed) for seed in range(case.shards)]

@@ -33,6 +33,49 @@ def _as_keep(value: str) -> str:
     return value
 
 
+_DNS_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
+_LABEL = "[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+
+
+def _as_object_name(value: str) -> str:
+    """RFC 1123, as Kubernetes wants the name of a Secret, a ServiceAccount or a claim."""
+    if len(value) > 253 or not re.fullmatch(_SUBDOMAIN, value):
+        raise ValueError(
+            "no object of Kubernetes can have this name: use a-z, 0-9, - and ., and begin and end with one of a-z, 0-9"
+        )
+    return value
+
+
+ObjectName = Annotated[str, AfterValidator(_as_object_name)]
+
+
+def _as_labels(value: dict[str, str]) -> dict[str, str]:
+    for key, text in value.items():
+        prefix, slash, name = key.rpartition("/")
+        if not re.fullmatch(_LABEL, name) or (slash and (len(prefix) > 253 or not re.fullmatch(_SUBDOMAIN, prefix))):
+            raise ValueError(
+                f"{key!r} is no label: give a name of up to 63 letters, digits, -, _ and ., or domain/name"
+            )
+        if text and not re.fullmatch(_LABEL, text):
+            raise ValueError(f"{key}: {text!r} is no label's value: give up to 63 letters, digits, -, _ and .")
+    return value
+
+
+def _as_address(value: str) -> str:
+    host, colon, port = value.removeprefix("rediss://").removeprefix("redis://").rpartition(":")
+    known = re.fullmatch(r"[A-Za-z0-9]([-A-Za-z0-9.]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\]", host)
+    if not colon or not known or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
+        raise ValueError("give host:port, such as redis:6379; its password belongs into kubernetes.redis_secret")
+    return value
+
+
+def _as_node_folder(value: str) -> str:
+    if not value.startswith("/") or ".." in value.split("/"):
+        raise ValueError("give an absolute path without .., such as /mnt/models")
+    return value
+
+
 class _Section(pydantic.BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -236,6 +279,8 @@ class RunConfig(_Section):
     """After SIGTERM or SIGINT, wait this long for units in flight to be committed."""
     progress_s: float = Field(default=5, gt=0)
     """Seconds between progress lines."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the log on standard error: lines for people, or one JSON object a line, with run, unit and attempt."""
 
 
 class VolumeConfig(_Section):
@@ -243,9 +288,9 @@ class VolumeConfig(_Section):
 
     mount: str = Field(pattern=r"^/[\w./-]*\w$")
     """Absolute path in the pods."""
-    claim: str | None = None
+    claim: ObjectName | None = None
     """A PersistentVolumeClaim that all nodes may mount at once (ReadOnlyMany or ReadWriteMany)."""
-    host_path: str | None = None
+    host_path: Annotated[str, AfterValidator(_as_node_folder)] | None = None
     """A folder of the nodes, on each of them, the head's node among them."""
     read_only: bool = True
     """Mount a claim or host_path for reading only."""
@@ -264,13 +309,13 @@ class KubernetesConfig(_Section):
     """CPUs that a GPU node has for its pod."""
     node_memory: Annotated[ByteSize, Field(gt=0)] = ByteSize(1024 * GIB)
     """Memory that a GPU node has for its pod, with what is in /dev/shm."""
-    node_labels: dict[str, str] = Field(default_factory=dict)
+    node_labels: Annotated[dict[str, str], AfterValidator(_as_labels)] = Field(default_factory=dict)
     """Labels that a GPU node must have, such as `nvidia.com/gpu.product: NVIDIA-H200`."""
     volumes: tuple[VolumeConfig, ...] = ()
     """Where local paths of the job are, models above all. `/cache` is an empty folder unless it is listed."""
-    credentials_secret: str | None = None
+    credentials_secret: ObjectName | None = None
     """A Secret whose keys become environment variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, HF_TOKEN ..."""
-    service_account: str | None = None
+    service_account: ObjectName | None = None
     """A ServiceAccount whose workload identity may read the data set and write the output."""
     env: dict[str, str] = Field(default_factory=dict, repr=False)
     """Environment variables of all pods that are no secrets: AWS_REGION, AWS_ENDPOINT_URL ..."""
@@ -278,16 +323,16 @@ class KubernetesConfig(_Section):
     """Workers on spot nodes only, by the labels and taints of this provider; the head stays off them."""
     autoscaler: bool = False
     """Ray's autoscaler (v2) makes and ends worker pods, from none to as many as the engines need."""
-    redis_address: str | None = None
+    redis_address: Annotated[str, AfterValidator(_as_address)] | None = None
     """host:port of a Redis that keeps Ray's state, so that a long-lived cluster outlives its head (RayCluster only)."""
-    redis_secret: str | None = None
+    redis_secret: ObjectName | None = None
     """A Secret whose key `password` is that of Redis."""
     retries: NonNegativeInt = 2
     """Times that a RayJob that failed is begun again, in a new cluster; it goes on where it stopped."""
     keep_s: NonNegativeInt = 300
     """Seconds that the cluster of a finished RayJob is kept."""
-    pod_monitor: bool = True
-    """Also make a PodMonitor, which needs the Prometheus operator."""
+    monitoring: bool = True
+    """Also make a PodMonitor and a PrometheusRule, which need the Prometheus operator."""
 
 
 class Job(_Section):

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
+from ray_extract import logs
 from ray_extract.config import Job
 from ray_extract.dataset.prepared import PreparedRows, RowIndex, RowLength
 from ray_extract.errors import (
@@ -89,6 +90,7 @@ class Driver:
         todo: units without a commit.
         launch: makes the fleet of workers.
         total_units, total_tokens, done_tokens: of the whole run, for progress.
+        report: is told of the drive every run.progress_s, and when it ends; metrics.DriveMetrics.
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class Driver:
         total_units: int,
         total_tokens: int,
         done_tokens: int,
+        report: Callable[[Snapshot, Account], None] = lambda snapshot, account: None,
     ) -> None:
         self._job, self._setup, self._ledger = job, setup, ledger
         self._leases = Leases(todo, job.run.max_attempts)
         # A worker's own job says what its arena holds, see run.images_at_once.
         self._depth = Depth(job.run.units_in_flight, setup.extractor.job["run"]["units_in_flight"])
+        self._report = report
         self._nonce = secrets.token_hex(4)
         self.tally = Tally(time.monotonic())
         self._engines = min(job.engine.count, max(1, len(todo)))
@@ -133,6 +137,7 @@ class Driver:
         self._committed_bytes = 0
         self._failed_rows = 0
         self._first_ready: float | None = None
+        self._last_commit: float | None = None
         self._last_tick = 0.0
         self._last_look = 0.0
         self._history: deque[tuple[float, int]] = deque()  # (time, tokens captured) of the last _RATE_WINDOW_S
@@ -158,7 +163,7 @@ class Driver:
             self._stop_workers()
             self._committer.shutdown(wait=True)
             self.tally.ended(time.monotonic())
-            self._write_view(*self._view_texts(state))
+            self._write_view(*self._views(state))
         if self._failure is not None:
             raise self._failure
         if self._drain.is_set() and not self._leases.finished:
@@ -237,27 +242,28 @@ class Driver:
             return
         idle = [worker for number in self._hungry if not (worker := self._workers[number]).leases]
         for worker, lease in zip(idle, self._leases.take_stragglers(len(idle), now), strict=False):
-            logger.info("unit %s takes long and is extracted by another worker too", lease.unit.unit)
+            _log(lease).info("unit %s takes long and is extracted by another worker too", lease.unit.unit)
             self._extract(worker, lease)
 
     def _again(self, lease: Lease, reason: str, cause: Cause, ending: Ending = Ending.FAILED) -> None:
         unit, attempt = lease.unit, lease.attempt
+        log = _log(lease)
         self.tally.failed(unit.unit, attempt, cause, time.monotonic())
         fate = self._leases.give_back(lease, reason, ending)
         if fate is Fate.NOTHING:
-            logger.info("unit %s, attempt %s failed, which another one makes up for: %s", unit.unit, attempt, reason)
+            log.info("unit %s, attempt %s failed, which another one makes up for: %s", unit.unit, attempt, reason)
         elif fate is Fate.AGAIN:
-            logger.warning("unit %s, attempt %s failed and is leased again: %s", unit.unit, attempt, reason)
+            log.warning("unit %s, attempt %s failed and is leased again: %s", unit.unit, attempt, reason)
             self._feed_hungry()
         elif fate is Fate.SPLIT:
-            logger.warning("unit %s is split after attempt %s: %s", unit.unit, attempt, reason)
+            log.warning("unit %s is split after attempt %s: %s", unit.unit, attempt, reason)
             future = self._committer.submit(self._split, unit, reason)
             self._when_done(future, functools.partial(self._settle_split, lease, reason, future))
         elif fate is Fate.DOOMED:
-            logger.error("unit %s: its row is recorded as failed after attempt %s: %s", unit.unit, attempt, reason)
+            log.error("unit %s: its row is recorded as failed after attempt %s: %s", unit.unit, attempt, reason)
             self._feed_hungry()
         else:
-            logger.error("unit %s is given up after attempt %s: %s", unit.unit, attempt, reason)
+            log.error("unit %s is given up after attempt %s: %s", unit.unit, attempt, reason)
 
     # Events
 
@@ -306,7 +312,7 @@ class Driver:
                 self._when_done(future, functools.partial(self._settle_commit, lease, receipt, future))
             else:
                 self.tally.overtaken(lease.unit.unit, lease.attempt, now)
-                logger.info("%s came too late and stays for ray-extract sweep", receipt.key)
+                _log(lease).info("%s came too late and stays for ray-extract sweep", receipt.key)
         else:
             self._attempt_failed(lease, error, str(error))
         self._feed(worker)
@@ -320,7 +326,8 @@ class Driver:
 
     def _commit(self, receipt: Receipt) -> bool:
         what, patience = f"committing {receipt.unit}", self._job.output.outage_s
-        return outlast(lambda: self._ledger.commit(receipt), patience, self._ending, what, self.tally.outage)
+        with logs.about(unit=receipt.unit, attempt=receipt.attempt):
+            return outlast(lambda: self._ledger.commit(receipt), patience, self._ending, what, self.tally.outage)
 
     def _settle_commit(self, lease: Lease, receipt: Receipt, future: "Future[bool]") -> None:
         try:
@@ -331,7 +338,8 @@ class Driver:
             return
         # Lost to another driver's commit or won: the unit is committed.
         self._leases.complete(lease)
-        self.tally.committed(receipt, lease.attempt, won, time.monotonic())
+        self._last_commit = time.monotonic()
+        self.tally.committed(receipt, lease.attempt, won, self._last_commit)
         self._committed_tokens += lease.unit.tokens
         self._committed_bytes += receipt.size
         self._failed_rows += len(receipt.failures)
@@ -349,7 +357,8 @@ class Driver:
             won = self._ledger.commit_split(Split(unit.unit, tuple(part.unit for part in parts), reason))
             return parts if won else ()
 
-        return outlast(split, self._job.output.outage_s, self._ending, f"splitting {unit.unit}")
+        with logs.about(unit=unit.unit):
+            return outlast(split, self._job.output.outage_s, self._ending, f"splitting {unit.unit}")
 
     def _settle_split(self, lease: Lease, reason: str, future: "Future[tuple[Unit, ...]]") -> None:
         try:
@@ -381,7 +390,7 @@ class Driver:
         now = time.monotonic()
         self._first_ready = self._first_ready or now
         self.tally.ready(worker.number, info["node"], info["start_s"], now)
-        logger.info("engine ready after %.0f s: %s", now - worker.asked, info.get("version", "unknown"))
+        _log(worker).info("engine ready after %.0f s: %s", now - worker.asked, info.get("version", "unknown"))
         self._feed(worker)
 
     def _start_failed(self, worker: _Worker, error: RayExtractError | Death) -> None:
@@ -391,7 +400,7 @@ class Driver:
         self.tally.replaced(Cause.NOT_STARTED)
         engine = worker.engine
         if isinstance(error, Death) and error.node_left:
-            logger.warning("the node of an engine that started is gone; it waits for another: %s", error.reason)
+            _log(worker).warning("the node of an engine that started is gone; it waits for another: %s", error.reason)
             heapq.heappush(self._later, (time.monotonic() + self._starts.pause_s(engine), engine))
             return
         reason = error.reason if isinstance(error, Death) else str(error)
@@ -401,10 +410,10 @@ class Driver:
             self._stop(final or EngineError(f"no engine starts: {reason}"))
         elif then is Start.AGAIN:
             pause = self._starts.pause_s(engine)
-            logger.warning("an engine did not start, and is started again in %.0f s: %s", pause, reason)
+            _log(worker).warning("an engine did not start, and is started again in %.0f s: %s", pause, reason)
             heapq.heappush(self._later, (time.monotonic() + pause, engine))
         else:
-            logger.error("an engine did not start again and again; the run goes on without it: %s", reason)
+            _log(worker).error("an engine did not start again and again; the run goes on without it: %s", reason)
 
     def _replace(self, worker: _Worker, death: Death, cause: Cause) -> None:
         """Give back a worker's units and make a new one in its place."""
@@ -416,7 +425,7 @@ class Driver:
             if self._deaths >= _WORKER_DEATHS_WITHOUT_A_ROW * self._engines:
                 died = f"{self._deaths} workers died, and no row was extracted meanwhile"
                 self._stop(EngineError(f"{died}: {death.reason}"))
-        logger.warning("a worker is replaced: %s", death.reason)
+        _log(worker).warning("a worker is replaced: %s", death.reason)
         self.tally.replaced(cause)
         self._forget(worker)
         for lease in worker.leases:
@@ -471,8 +480,8 @@ class Driver:
         if self._serving:
             logger.info(self._snapshot().line())
         self._say_capacity(now)
+        texts = self._views("draining" if self._drain.is_set() else "running")
         if self._view is None or self._view.done():  # a store that does not answer must not hold up the leases
-            texts = self._view_texts("draining" if self._drain.is_set() else "running")
             self._view = self._committer.submit(self._write_view, *texts)
 
     def _say_capacity(self, now: float) -> None:
@@ -497,10 +506,12 @@ class Driver:
 
     def _snapshot(self) -> Snapshot:
         starts = self._gone_starts + sum(w.counters.get("engine_starts", 1) for w in self._workers.values())
+        now = time.monotonic()
         return Snapshot(
             units=self._total_units,
             units_done=self._before_units + self._leases.done,
             units_given_up=len(self._leases.given_up),
+            units_in_flight=self._leases.leased,
             rows_failed=self._failed_rows,
             tokens=self._total_tokens,
             tokens_committed=self._before_tokens + self._committed_tokens,
@@ -511,15 +522,17 @@ class Driver:
             restarts=max(0, starts - self._engines),
             arena_used=sum(w.counters.get("arena_used", 0) for w in self._workers.values()),
             arena_bytes=self._setup.extractor.arena_bytes * len(self._workers),
-            elapsed_s=round(time.monotonic() - self._first_ready, 1) if self._first_ready else 0.0,
+            elapsed_s=round(now - self._first_ready, 1) if self._first_ready else 0.0,
+            idle_s=round(now - (self._last_commit or self._first_ready or now), 1),
             tokens_per_s=round(self._rate(), 1),
         )
 
-    def _view_texts(self, state: str) -> tuple[str, str]:
-        """progress.json and what the run's summary takes of this drive, should it be killed."""
-        progress = self._snapshot().to_json(state)
-        account = {"version": 1, "state": state, **self.account().to_json()}
-        return json.dumps(progress, indent=2), json.dumps(account, indent=2)
+    def _views(self, state: str) -> tuple[str, str]:
+        """progress.json and what the run's summary takes of this drive, should it be killed; the report is told too."""
+        snapshot, account = self._snapshot(), self.account()
+        self._report(snapshot, account)
+        record = {"version": 1, "state": state, **account.to_json()}
+        return json.dumps(snapshot.to_json(state), indent=2), json.dumps(record, indent=2)
 
     def _write_view(self, progress: str, account: str) -> None:
         try:
@@ -553,6 +566,13 @@ class Driver:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _log(what: "Lease | _Worker") -> "logging.LoggerAdapter[logging.Logger]":
+    """A logger whose lines say which unit and attempt, or which engine, they are about."""
+    if isinstance(what, Lease):
+        return logging.LoggerAdapter(logger, {"unit": what.unit.unit, "attempt": what.attempt})
+    return logging.LoggerAdapter(logger, {"engine": what.engine})
 
 
 def _cause(death: Death) -> Cause:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from ray_extract import run
+from ray_extract import alerts, run
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import GIB, Job, KubernetesConfig
 from ray_extract.dataset.prepare import token_limit
@@ -45,7 +45,7 @@ STOP_S = 45
 LEAVE_S = 30
 """What a pod may take after that: the end of Ray's own processes."""
 
-_METRICS_PORT = 8080
+METRICS_PORT = 8080
 _SECRET_KEY = re.compile(r"secret|passw|(^|[_-])(token|key|keys|sas|credentials?)($|[_-])", re.IGNORECASE)
 # Labels of spot nodes, and the taint that providers put on them by themselves.
 _SPOT: dict[str, tuple[str, str, bool]] = {
@@ -184,7 +184,7 @@ def job_objects(job: Job, shape: ModelShape) -> list[Object]:
             "rayClusterSpec": _cluster_spec(job, shape),
         },
     }
-    return [_config_map(job), ray_job, *_pod_monitor(cfg)]
+    return [_config_map(job), ray_job, *_monitoring(cfg)]
 
 
 def cluster_objects(job: Job, shape: ModelShape) -> list[Object]:
@@ -202,7 +202,7 @@ def cluster_objects(job: Job, shape: ModelShape) -> list[Object]:
         "metadata": _metadata(job.kubernetes),
         "spec": {**_cluster_spec(job, shape), **_fault_tolerance(job.kubernetes)},
     }
-    return [_config_map(job), cluster, *_pod_monitor(job.kubernetes)]
+    return [_config_map(job), cluster, *_monitoring(job.kubernetes)]
 
 
 def render(objects: list[Object]) -> str:
@@ -289,7 +289,7 @@ def _cluster_spec(job: Job, shape: ModelShape) -> Object:
         cpus=HEAD_CPUS,
         memory=HEAD_MEMORY_BYTES,
         shm=2 * OBJECT_STORE_BYTES,
-        ports={"gcs": 6379, "dashboard": 8265, "client": 10001, "metrics": _METRICS_PORT},
+        ports={"gcs": 6379, "dashboard": 8265, "client": 10001, "metrics": METRICS_PORT},
     )
     _mount(head["spec"], "job", JOB_FOLDER, {"configMap": {"name": _job_file_name(cfg)}}, read_only=True)
     worker = _pod(
@@ -299,10 +299,10 @@ def _cluster_spec(job: Job, shape: ModelShape) -> Object:
         memory=int(cfg.node_memory),
         shm=size.shm,
         gpus=size.gpus,
-        ports={"metrics": _METRICS_PORT},
+        ports={"metrics": METRICS_PORT},
     )
     start = {
-        "metrics-export-port": str(_METRICS_PORT),
+        "metrics-export-port": str(METRICS_PORT),
         "object-store-memory": str(OBJECT_STORE_BYTES),
     }
     return {
@@ -477,20 +477,17 @@ def job_file(job: Job) -> Object:
     return {**sections, "capture": capture} if capture else sections
 
 
-def _pod_monitor(cfg: KubernetesConfig) -> list[Object]:
-    if not cfg.pod_monitor:
+def _monitoring(cfg: KubernetesConfig) -> list[Object]:
+    if not cfg.monitoring:
         return []
+    pods = {
+        "selector": {"matchLabels": _labels(cfg)},
+        "podTargetLabels": ["ray.io/cluster", "ray.io/node-type"],
+        "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
+    }
     return [
-        {
-            "apiVersion": "monitoring.coreos.com/v1",
-            "kind": "PodMonitor",
-            "metadata": _metadata(cfg),
-            "spec": {
-                "selector": {"matchLabels": _labels(cfg)},
-                "podTargetLabels": ["ray.io/cluster", "ray.io/node-type"],
-                "podMetricsEndpoints": [{"port": "metrics", "interval": "15s"}],
-            },
-        }
+        {"apiVersion": "monitoring.coreos.com/v1", "kind": kind, "metadata": _metadata(cfg), "spec": spec}
+        for kind, spec in (("PodMonitor", pods), ("PrometheusRule", {"groups": alerts.groups()}))
     ]
 
 

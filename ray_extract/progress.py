@@ -14,6 +14,7 @@ class Snapshot:
 
     Args:
         units, units_done, units_given_up: of the whole run, earlier runs included.
+        units_in_flight: leased to engines.
         rows_failed: rows of committed units that are not OK, of this run.
         tokens: prompt tokens to extract, of the whole run.
         tokens_committed: tokens of committed units, earlier runs included.
@@ -23,12 +24,14 @@ class Snapshot:
         restarts: engine starts beyond the first of each worker, and workers replaced.
         arena_used, arena_bytes: shared memory of all workers.
         elapsed_s: since extraction began.
+        idle_s: since the last commit of this run, or since extraction began.
         tokens_per_s: captured, over the last minute.
     """
 
     units: int
     units_done: int
     units_given_up: int
+    units_in_flight: int
     rows_failed: int
     tokens: int
     tokens_committed: int
@@ -40,6 +43,7 @@ class Snapshot:
     arena_used: int
     arena_bytes: int
     elapsed_s: float
+    idle_s: float
     tokens_per_s: float
 
     @property

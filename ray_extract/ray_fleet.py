@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import os
+import platform
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,19 +19,80 @@ from typing import Any
 
 import ray
 import ray.exceptions
+import ray.util.metrics
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
 
+from ray_extract import logs
 from ray_extract.config import Job
 from ray_extract.errors import ConfigError, EngineError, RayExtractError
 from ray_extract.fleet import Call, Death, Event, Node
 from ray_extract.leases import Lease
+from ray_extract.metrics import Kind, Metric
 from ray_extract.worker import Worker, WorkerSetup
 
 logger = logging.getLogger(__name__)
 
 _KNOCK_S = 10.0
 _LOCAL_OBJECT_STORE = 200 << 20  # no state passes Ray's object store, and it takes room in /dev/shm
+
+
+class RayMeter:
+    """See metrics.Meter: Ray's metrics, which the node's agent exports.
+
+    Args:
+        run: see metrics.RUN.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._instruments: dict[str, Any] = {}
+
+    def add(self, metric: Metric, amount: float, tag: str | None = None) -> None:
+        """See metrics.Meter."""
+        counter, tags = self._instrument(metric), self._tags(metric, tag)
+        if amount:
+            counter.inc(amount, tags)
+        else:
+            counter._record(0.0, tags)  # `inc` takes no 0
+
+    def set(self, metric: Metric, value: float, tag: str | None = None) -> None:
+        """See metrics.Meter."""
+        self._instrument(metric).set(value, self._tags(metric, tag))
+
+    def observe(self, metric: Metric, value: float, tag: str | None = None) -> None:
+        """See metrics.Meter."""
+        self._instrument(metric).observe(value, self._tags(metric, tag))
+
+    def _tags(self, metric: Metric, tag: str | None) -> dict[str, str]:
+        return dict(zip(metric.tags, (self._run,) if tag is None else (self._run, tag), strict=True))
+
+    def _instrument(self, metric: Metric) -> Any:
+        found = self._instruments.get(metric.name)
+        if found is None:
+            name, args = metric.name.removeprefix("ray_"), {"description": metric.text, "tag_keys": metric.tags}
+            if metric.kind is Kind.HISTOGRAM:
+                found = ray.util.metrics.Histogram(name, boundaries=list(metric.buckets), **args)
+            else:
+                found = (ray.util.metrics.Counter if metric.kind is Kind.COUNTER else ray.util.metrics.Gauge)(
+                    name, **args
+                )
+            self._instruments[metric.name] = found
+        return found
+
+
+class WorkerActor(Worker):
+    """A worker in its actor's process.
+
+    Args:
+        setup: see Worker.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        if setup.extractor.job["run"]["log_format"] == "json":
+            logs.configure("json")
+            logs.identify(run=setup.run, node=platform.node())
+        super().__init__(setup, RayMeter(setup.run))
 
 
 class RayFleet:
@@ -47,7 +109,7 @@ class RayFleet:
         self._setup, self._post = setup, post
         job = Job.model_validate(setup.extractor.job)
         self.need: Mapping[str, float] = {"GPU": float(job.num_gpus), "CPU": job.engine.cpus}
-        self._actor = ray.remote(Worker).options(
+        self._actor = ray.remote(WorkerActor).options(
             num_gpus=job.num_gpus,
             num_cpus=job.engine.cpus,
             max_restarts=0,
@@ -123,10 +185,12 @@ def connect(job: Job) -> None:
     """
     if ray.is_initialized():
         return
+    # Ray puts words of its own before each line of a worker, which are no JSON; the workers' own files have the lines.
+    forwards = job.run.log_format == "text"
     address = _running_cluster(job.run.address or os.environ.get("RAY_ADDRESS"))
     if address is not None:
         try:
-            ray.init(address=address, logging_level=logging.WARNING)
+            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=forwards)
         except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"run.address = {address!r}: {_first_line(error)}; is it a Ray head of this version, and if it asks "
@@ -141,6 +205,7 @@ def connect(job: Job) -> None:
             include_dashboard=False,
             object_store_memory=_LOCAL_OBJECT_STORE,
             logging_level=logging.WARNING,
+            log_to_driver=forwards,
         )
     except Exception as error:  # as what Ray raises where its processes are too slow to come up
         raise EngineError(

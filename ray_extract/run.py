@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import ray_extract
+from ray_extract import logs
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import Job, load_job
 from ray_extract.console import complain, parse, tell
@@ -46,6 +47,7 @@ from ray_extract.errors import (
 from ray_extract.head import write_head
 from ray_extract.layout import PLAN_KEY, round_of_unit
 from ray_extract.ledger import Ledger, Totals, last_manifest, mended, run_identity, take_retries
+from ray_extract.metrics import DriveMetrics
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import (
     PlanSummary,
@@ -148,6 +150,7 @@ def prepare_run(job: Job, *, begin: bool = True) -> Prepared:
         RayExtractError: with exit code 2 for whatever is the user's to mend.
     """
     job, shape, boundaries, store = check_job(job)
+    logs.identify(run=store.url, node=platform.node())
     if not begin and store.head(PLAN_KEY) is None:
         raise ConfigError(f"output.url = {job.output.url!r}: no run there; begin it with ray-extract run")
     try:
@@ -312,7 +315,7 @@ def _sum_up(
 def _extract(prepared: Prepared, done: set[str], todo: list[Unit], sofar: _Sofar) -> None:
     # Ray and torch take seconds to import, and a mistake in the job file should not wait for it.
     from ray_extract.driver import Driver
-    from ray_extract.ray_fleet import RayFleet, connect
+    from ray_extract.ray_fleet import RayFleet, RayMeter, connect
 
     connect(prepared.job)
     setup = _worker_setup(prepared, todo)
@@ -327,6 +330,7 @@ def _extract(prepared: Prepared, done: set[str], todo: list[Unit], sofar: _Sofar
         total_units=len(before) + len(todo),
         total_tokens=done_tokens + sum(unit.tokens for unit in todo),
         done_tokens=done_tokens,
+        report=DriveMetrics(RayMeter(setup.run)),
     )
     try:
         given_up = driver.run()
@@ -376,6 +380,7 @@ def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
             "keep": job.capture.keep,
             "ray_extract": ray_extract.__version__,
         },
+        run=prepared.store.url,
     )
 
 
@@ -461,21 +466,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def execute(args: argparse.Namespace, action: Callable[[Job], Summary]) -> int:
     """Do something with the job that the arguments name, and say how it went. Returns the exit code."""
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(message)s")
+    logs.configure("text")
+    say: Callable[[object], None] = complain
     try:
         with interruptible():
             job = load_job(args.config, overrides(args))
+            if job.run.log_format == "json":
+                logs.configure("json")
+                say = logger.error
             summary = action(job)
     except RayExtractError as error:
-        complain(error)
+        say(error)
         return error.exit_code
     except KeyboardInterrupt:
-        complain("ended at once, on request; run the same command again to go on")
+        say("ended at once, on request; run the same command again to go on")
         return Exit.STOPPED
     except Exception as error:
         # A defect, ours or of what we stand on. Python's own exit code for it would say that the run came to its end.
         logger.exception("this should not happen")
-        complain(f"{type(error).__name__}: {error}; what is committed stays: run the same command again to go on")
+        say(f"{type(error).__name__}: {error}; what is committed stays: run the same command again to go on")
         return Exit.STOPPED
     tell(*summary.lines(job.output.url))
     return summary.code

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ray_extract.records import Receipt
+from ray_extract.records import Receipt, RowStatus
 
 
 class Cause(enum.StrEnum):
@@ -75,7 +75,7 @@ class Account:
         wall_s: seconds that they took, added up.
         serving_s: of these, from the first engine's being ready to the last commit, or until now while it works.
         units, tokens, nbytes: committed, prompt tokens of their rows that are ok, and bytes of their shards.
-        rows_failed: rows of these units that are not ok.
+        rows: of these units, by RowStatus in lower case.
         retries: attempts at units that failed, by Cause.
         restarts: workers and engines that were replaced, by Cause.
         lost_s: seconds by Loss.
@@ -88,7 +88,7 @@ class Account:
     units: int = 0
     tokens: int = 0
     nbytes: int = 0
-    rows_failed: int = 0
+    rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     retries: Mapping[str, int] = dataclasses.field(default_factory=dict)
     restarts: Mapping[str, int] = dataclasses.field(default_factory=dict)
     lost_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -109,7 +109,7 @@ class Account:
             units=self.units + other.units,
             tokens=self.tokens + other.tokens,
             nbytes=self.nbytes + other.nbytes,
-            rows_failed=self.rows_failed + other.rows_failed,
+            rows=dict(Counter(self.rows) + Counter(other.rows)),
             retries=dict(Counter(self.retries) + Counter(other.retries)),
             restarts=dict(Counter(self.restarts) + Counter(other.restarts)),
             lost_s={
@@ -150,6 +150,7 @@ class Tally:
         self._workers: dict[int, _Worker] = {}
         self._leased: dict[tuple[str, str], float] = {}
         self._sums: Counter[str] = Counter()
+        self._rows: Counter[str] = Counter()
         self._retries: Counter[str] = Counter()
         self._restarts: Counter[str] = Counter()
         self._lost: dict[Loss, float] = dict.fromkeys(Loss, 0.0)
@@ -205,7 +206,9 @@ class Tally:
             self.overtaken(receipt.unit, attempt, now)
             return
         del self._leased[receipt.unit, attempt]
-        self._sums.update(units=1, tokens=receipt.tokens, nbytes=receipt.size, rows_failed=len(receipt.failures))
+        self._sums.update(units=1, tokens=receipt.tokens, nbytes=receipt.size)
+        self._rows[RowStatus.OK.name.lower()] += receipt.rows - len(receipt.failures)
+        self._rows.update(failure.status.name.lower() for failure in receipt.failures)
         node = receipt.environment.get("node", "unknown")
         self._nodes[node] = self._nodes.get(node, NodeAccount()) + NodeAccount(units=1, tokens=receipt.tokens)
 
@@ -232,7 +235,7 @@ class Tally:
             units=sums["units"],
             tokens=sums["tokens"],
             nbytes=sums["nbytes"],
-            rows_failed=sums["rows_failed"],
+            rows={status: count for status, count in self._rows.items() if count},
             retries=dict(self._retries),
             restarts={cause: count for cause, count in restarts.items() if count},
             lost_s={loss: seconds for loss, seconds in lost.items() if seconds},

@@ -86,6 +86,7 @@ from ray_extract.layout import (
     round_of_unit,
 )
 from ray_extract.ledger import Ledger, orphans
+from ray_extract.metrics import NoMeter
 from ray_extract.model import ModelShape
 from ray_extract.readers import rows as reader_rows
 from ray_extract.readers.dataset import HiddenStates
@@ -779,6 +780,7 @@ def in_place(sim: Simulation) -> Iterator[None]:
         (driver, "queue", types.SimpleNamespace(SimpleQueue=lambda: Inbox(sim), Empty=queue.Empty)),
         (ray_fleet, "RayFleet", functools.partial(Actors, sim)),
         (ray_fleet, "connect", lambda _: None),
+        (ray_fleet, "RayMeter", lambda _: NoMeter()),
         (driver, "time", clock),
         (driver, "threading", threads),
         (driver, "ThreadPoolExecutor", lambda *_, **__: Pool(sim)),

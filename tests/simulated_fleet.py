@@ -22,6 +22,7 @@ from ray_extract.config import Job
 from ray_extract.errors import RayExtractError
 from ray_extract.fleet import Call, Death, Event, Node
 from ray_extract.leases import Lease
+from ray_extract.progress import Snapshot
 from ray_extract.records import Receipt, Unit
 from ray_extract.tally import Account
 
@@ -266,6 +267,7 @@ class Drive:
         units, engines, change: see Engines.
         most: units that an arena holds.
         run, engine: fields of the job's sections.
+        report: see driver.Driver.
     """
 
     units: list[Unit]
@@ -274,6 +276,7 @@ class Drive:
     most: int = 2
     run: dict[str, Any] = dataclasses.field(default_factory=dict)
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    report: Callable[[Snapshot, Account], None] = lambda snapshot, account: None
 
     def __post_init__(self) -> None:
         self.time, self.commits = VirtualTime(), Commits()
@@ -289,6 +292,7 @@ class Drive:
                 total_units=len(self.units),
                 total_tokens=tokens,
                 done_tokens=0,
+                report=self.report,
             )
 
     def _launch(self, post: Callable[[Event], None]) -> Engines:

@@ -15,7 +15,7 @@ ROOT = Path(ray_extract.__file__).parent
 
 # From the bottom up. A module imports only from levels below its own, or from its own.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "records", "layout", "console"),
+    ("errors", "records", "layout", "console", "logs"),
     ("capture",),  # runs inside SGLang
     ("shards.image",),
     ("store", "s3"),
@@ -28,11 +28,11 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("head", "counts", "views", "cost"),
     ("engine",),
     ("extractor",),
-    ("worker", "leases", "progress", "readers", "tally", "starts"),
+    ("worker", "leases", "metrics", "progress", "readers", "tally", "starts"),
     ("fleet",),
     ("verify", "exporters", "status", "summary"),
     ("driver", "ray_fleet", "submit"),
-    ("run", "prestop"),
+    ("run", "prestop", "alerts"),
     ("manifests",),
     ("cli",),
 )

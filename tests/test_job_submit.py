@@ -71,6 +71,19 @@ def test_job_submitted_to_a_cluster_runs_there_and_its_exit_code_comes_back(tmp_
     assert code == 2 and "capture.final: run has true, this job asks false" in text, text
 
 
+def test_rays_own_command_submits_a_job_too(tmp_path: Path, url: str) -> None:
+    work = make_work(tmp_path, make_rows(4), engine={"cpus": 0.25})
+    ray = Path(sys.executable).with_name("ray")
+    run = [sys.executable, "-m", "ray_extract.run", "--config", "job.yaml", "dataset.paths=[rows.jsonl]"]
+    command = [ray, "job", "submit", "--address", url, "--working-dir", work.folder, "--", *run]
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path.parent
+    )
+    code, text = end(process)
+    assert code == 0 and text.count("rows        4\n") == 1, text
+    check_output(work)
+
+
 def test_a_job_is_left_and_followed_again_and_drains_when_it_is_stopped(tmp_path: Path, url: str) -> None:
     from ray.job_submission import JobSubmissionClient
 

@@ -51,7 +51,7 @@ def by_kind(objects: list[Objects]) -> Objects:
 EVERY: dict[str, tuple[str, tuple[str, ...]]] = {
     "job": ("job", ()),
     "cluster": ("cluster", ()),
-    "bare": ("job", ("kubernetes.pod_monitor=false", "kubernetes.credentials_secret=null", "engine.count=1")),
+    "bare": ("job", ("kubernetes.monitoring=false", "kubernetes.credentials_secret=null", "engine.count=1")),
     "everything": (
         "job",
         (
@@ -172,7 +172,7 @@ def test_what_is_made_keeps_the_rules_of_the_operator_and_ours(name: str) -> Non
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_made_is_what_kubernetes_takes(name: str) -> None:
     for item in made(name):
-        if item["kind"] != "PodMonitor":
+        if item["kind"] not in ("PodMonitor", "PrometheusRule"):
             assert checks.builtin_faults(item) == []
 
 
@@ -425,6 +425,25 @@ def test_engines_are_spread_over_as_few_nodes_as_hold_them(
         (["kubernetes.name=Extract"], "kubernetes.name"),
         ([f"kubernetes.name={'x' * 48}"], "kubernetes.name"),
         (["kubernetes.nmae=x"], "did you mean name"),
+        (["kubernetes.credentials_secret=My_Secret"], "kubernetes.credentials_secret = 'My_Secret': no object"),
+        (["kubernetes.credentials_secret=-store"], "kubernetes.credentials_secret = '-store': no object"),
+        (["kubernetes.credentials_secret=a..b"], "kubernetes.credentials_secret"),
+        (["kubernetes.credentials_secret=''"], "kubernetes.credentials_secret"),
+        ([f"kubernetes.credentials_secret={'x' * 254}"], "kubernetes.credentials_secret"),
+        (["kubernetes.service_account=Extractor"], "kubernetes.service_account = 'Extractor': no object"),
+        (["kubernetes.redis_secret=redis/password"], "kubernetes.redis_secret = 'redis/password': no object"),
+        (["kubernetes.volumes=[{mount: /models, claim: Models}]"], "kubernetes.volumes.0.claim = 'Models': no object"),
+        (["kubernetes.volumes=[{mount: /models, host_path: models}]"], "kubernetes.volumes.0.host_path = 'models'"),
+        (["kubernetes.volumes=[{mount: /models, host_path: /mnt/../etc}]"], "kubernetes.volumes.0.host_path"),
+        (["kubernetes.node_labels={a b: c}"], "'a b' is no label"),
+        (["kubernetes.node_labels={Nvidia.com/gpu: c}"], "'Nvidia.com/gpu' is no label"),
+        (["kubernetes.node_labels={/gpu: c}"], "'/gpu' is no label"),
+        (["kubernetes.node_labels={gpu: NVIDIA H200}"], "gpu: 'NVIDIA H200' is no label's value"),
+        ([f"kubernetes.node_labels={{gpu: {'x' * 64}}}"], "is no label's value"),
+        (["kubernetes.redis_address=redis"], "kubernetes.redis_address = 'redis': give host:port"),
+        (["kubernetes.redis_address=redis:70000"], "kubernetes.redis_address = 'redis:70000'"),
+        (["kubernetes.redis_address=http://redis:6379"], "kubernetes.redis_address"),
+        (["kubernetes.redis_address=':6379'"], "kubernetes.redis_address"),
     ],
 )
 def test_a_job_that_pods_cannot_run_is_refused_by_name(overrides: list[str], named: str) -> None:
@@ -441,6 +460,11 @@ def test_a_job_that_pods_cannot_run_is_refused_by_name(overrides: list[str], nam
         "engine.env={TOKENIZERS_PARALLELISM: 'false'}",
         "model.path=Qwen/Qwen3-8B",
         "model.path=s3://models/Qwen3-8B",
+        "kubernetes.credentials_secret=store.2-a",
+        "kubernetes.node_labels={cloud.google.com/gke-accelerator: nvidia-h100-80gb, a_b.c: '', gpu: 'true'}",
+        "kubernetes.redis_address=rediss://redis.ray.svc.cluster.local:6379",
+        "kubernetes.redis_address='[fd00::1]:6379'",
+        "kubernetes.volumes=[{mount: /models, host_path: /mnt/models..v2}]",
     ],
 )
 def test_what_is_no_secret_and_no_place_is_let_in(override: str) -> None:
@@ -487,6 +511,7 @@ def test_without_a_folder_the_command_prints_the_objects(
         "ConfigMap",
         "RayJob",
         "PodMonitor",
+        "PrometheusRule",
     ]
     assert cli.main([*COMMAND, "--cluster"]) == 0
     assert "kind: RayCluster" in capsys.readouterr().out

@@ -11,6 +11,7 @@ HALF = Snapshot(
     units=10,
     units_done=5,
     units_given_up=0,
+    units_in_flight=2,
     rows_failed=0,
     tokens=2_000_000,
     tokens_committed=1_000_000,
@@ -22,6 +23,7 @@ HALF = Snapshot(
     arena_used=1,
     arena_bytes=4,
     elapsed_s=60.0,
+    idle_s=2.0,
     tokens_per_s=1000.0,
 )
 

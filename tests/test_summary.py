@@ -39,7 +39,17 @@ from ray_extract.summary import Summary, read_drives, write_summary
 from ray_extract.tally import Account, Cause, NodeAccount
 
 ONE = Account(
-    1, 90.0, 60.0, 3, 6000, 1 << 20, 1, {"worker died": 1}, {}, {"engine starts": 30.0}, {"a": NodeAccount(1)}
+    1,
+    90.0,
+    60.0,
+    3,
+    6000,
+    1 << 20,
+    {"ok": 5, "fault": 1},
+    {"worker died": 1},
+    {},
+    {"engine starts": 30.0},
+    {"a": NodeAccount(1)},
 )
 TWO = dataclasses.replace(ONE, retries={}, nodes={"a": NodeAccount(2, 60.0, 3, 6000)})
 TOTALS = Totals(10, 8, {"empty": 1}, {"rejected": 1}, 12000, 12000, 2 << 20)

@@ -36,7 +36,8 @@ def test_two_engines_are_counted_by_node_and_at_their_own_times() -> None:
         tally.committed(receipt(f"u{number}", node, failed=number, wait=0.5), "01", True, now)
     account = tally.account(150.0)
     assert (account.wall_s, account.serving_s) == (50.0, 40.0)
-    assert (account.units, account.tokens, account.nbytes, account.rows_failed) == (3, 300, 3000, 3)
+    assert (account.units, account.tokens, account.nbytes) == (3, 300, 3000)
+    assert account.rows == {"ok": 3, "rejected": 3}
     assert account.nodes == {"a": NodeAccount(1, 40.0, 2, 200), "b": NodeAccount(1, 20.0, 1, 100)}
     assert account.nodes["a"].tokens_per_s == 5.0 and account.tokens_per_s == 7.5
     assert account.lost_s == {Loss.CAPACITY: 2.0 + 21.0, Loss.EXTENTS: 1.5}
@@ -110,10 +111,25 @@ def test_a_worker_that_never_came_is_time_lost_to_capacity() -> None:
 
 
 def test_accounts_add_up_and_pass_through_json() -> None:
-    one = Account(1, 10.0, 8.0, 2, 200, 20, 1, {"a": 1}, {"b": 2}, {"c": 1.5}, {"n": NodeAccount(1, 8.0, 2, 200)})
-    two = Account(1, 5.0, 2.0, 1, 50, 5, 0, {"a": 2, "d": 1}, {}, {"c": 1.0}, {"n": NodeAccount(1, 2.0, 1, 50)})
+    one = Account(
+        1, 10.0, 8.0, 2, 200, 20, {"ok": 4}, {"a": 1}, {"b": 2}, {"c": 1.5}, {"n": NodeAccount(1, 8.0, 2, 200)}
+    )
+    two = Account(
+        1,
+        5.0,
+        2.0,
+        1,
+        50,
+        5,
+        {"ok": 1, "fault": 1},
+        {"a": 2, "d": 1},
+        {},
+        {"c": 1.0},
+        {"n": NodeAccount(1, 2.0, 1, 50)},
+    )
     total = one + two
     assert (total.drives, total.wall_s, total.tokens, total.retries) == (2, 15.0, 250, {"a": 3, "d": 1})
+    assert total.rows == {"ok": 5, "fault": 1}
     assert total.lost_s == {"c": 2.5} and total.nodes == {"n": NodeAccount(2, 10.0, 3, 250)}
     assert Account() + one == one == one + Account()
     for account in (one, total, Account()):
