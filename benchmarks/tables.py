@@ -23,6 +23,24 @@ BLOCKS = {
 }
 """Result -> the page with the comments `<!-- NAME -->` and `<!-- /NAME -->` around its table."""
 
+HOST = (
+    ("a row's places in shared memory", "arena", "short rows", "placing"),
+    ("planning, from lengths", "plan", "units", "rate"),
+    ("planning, from prepared rows", "plan", "stored", "rate"),
+    ("a shard's check and upload, HTTP", "flush", "raw-http", "cpu_s_per_gib"),
+    ("a shard's check and upload, TLS", "flush", "raw-https", "cpu_s_per_gib"),
+    ("the same as Parquet, HTTP", "flush", "parquet-http", "cpu_s_per_gib"),
+    ("resume", "ledger", "resume", "time"),
+    ("manifest", "ledger", "manifest", "time"),
+    ("driving 1,000 engines", "driver", "1000-engines", "cpu_cores"),
+    ("commits", "driver", "1000-engines", "commits_per_s"),
+    ("reading all states of a shard", "read", "sequential", "ratio"),
+    ("reading a state of a random row", "read", "random-row", "ratio"),
+    ("streaming from an object store", "read", "stream-s3", "ratio"),
+    ("requests for a state of a row", "read", "stream-s3", "requests, alone"),
+)
+"""What the host-side table shows: words, and the result, case (or its beginning up to a comma) and metric."""
+
 _HEAD = """# Performance
 
 Every table is made by `benchmarks/tables.py` from a file in `benchmarks/results/`, which the named command wrote.
@@ -33,13 +51,39 @@ Ratios are of two things measured in turns in one run; rates alone are for orien
 def pages() -> dict[Path, str]:
     """Every page as it must be."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("*.json"))}
-    made = {PAGE: "\n".join([_HEAD, *(section(r) for name, r in results.items() if name not in BLOCKS)])}
+    sections = [section(result) for name, result in results.items() if name not in BLOCKS]
+    made = {PAGE: "\n".join([_HEAD, host(results), *sections])}
     for name, page in BLOCKS.items():
         before, first, rest = made.get(page, page.read_text()).partition(f"<!-- {name} -->\n")
         _, last, after = rest.partition(f"<!-- /{name} -->")
         table = section(results[name]).partition("\n\n")[2] if name in results else ""
         made[page] = before + first + table + last + after
     return made
+
+
+def host(results: dict[str, Any]) -> str:
+    """What everything beside the GPU costs, out of several results."""
+    lines = [
+        "## Host side",
+        "",
+        "Of the sections below, without a GPU; what each is measured against stands there.",
+        "",
+    ]
+    lines += ["| what | | value | unit | goal |", "| --- | --- | --- | --- | --- |"]
+    for words, name, case, metric in HOST:
+        found = next(
+            row
+            for row in results[name]["rows"]
+            if row["metric"] == metric and f"{row['case']}, ".startswith(f"{case}, ")
+        )
+        shown = found["case"] if found["case"] == case else found["case"].removeprefix(f"{case}, ")
+        lines.append(f"| {words} | {shown} | {found['value']:,} | {found['unit']} | {goal(found)} |")
+    return "\n".join([*lines, ""])
+
+
+def goal(row: dict[str, Any]) -> str:
+    """What the project asks of a figure."""
+    return "" if row["goal"] is None else f"{'≥' if row['better'] == 'higher' else '≤'} {row['goal']:g}"
 
 
 def section(result: dict[str, Any]) -> str:
@@ -58,8 +102,7 @@ def section(result: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
-        goal = "" if row["goal"] is None else f"{'≥' if row['better'] == 'higher' else '≤'} {row['goal']:g}"
-        lines.append(f"| {row['case']} | {row['metric']} | {row['value']:,} | {row['unit']} | {goal} |")
+        lines.append(f"| {row['case']} | {row['metric']} | {row['value']:,} | {row['unit']} | {goal(row)} |")
     return "\n".join([*lines, ""])
 
 
