@@ -17,6 +17,7 @@ from ray_extract.errors import ConfigError, Exit, RayExtractError
 from ray_extract.ledger import Ledger, orphans
 from ray_extract.plan import estimate, load_or_make_plan, show_bytes
 from ray_extract.presets import TARGETS
+from ray_extract.progress import show_count
 from ray_extract.status import run_status
 from ray_extract.store import open_store
 
@@ -290,7 +291,11 @@ def _sweep(args: argparse.Namespace) -> int:
         tell(f"{'deleted' if args.delete else 'lost'}  {item.key}  {show_bytes(item.size)}")
     did = "deleted" if args.delete else "would be deleted with --delete"
     size = show_bytes(sum(item.size for item in lost))
-    tell(f"{len(lost):,} shards, {size}, {did}" if lost else "nothing to sweep: no shard here lost to another one")
+    tell(
+        f"{show_count(len(lost), 'shard')}, {size}, {did}"
+        if lost
+        else "nothing to sweep: no shard here lost to another one"
+    )
     return 0
 
 
@@ -333,7 +338,3 @@ def _options(items: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--option {key!r}: must be KEY=VALUE")
         options[key] = value
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

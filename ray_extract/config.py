@@ -193,10 +193,11 @@ class EngineConfig(_Section):
     allow_untested_sglang: bool = False
     """Run on a version of SGLang that the truth tests have not seen."""
     start_timeout_s: float | None = Field(default=None, gt=0)
-    """Give up on an engine that is not ready after this many seconds; when absent, see start_timeout."""
+    """Give up on an engine that is not ready after this many seconds, not counting the copying of its model; when
+    absent, see start_timeout."""
     stall_timeout_s: float = Field(default=600, gt=0)
-    """Restart an engine that has rows in flight but captures no token for this many seconds, and replace a worker that
-    does not answer for as long."""
+    """Restart an engine of which a data-parallel rank has rows in flight but captures no token for this many seconds,
+    and replace a worker that does not answer for as long."""
 
     def start_timeout(self, weight_bytes: int = 0) -> float:
         """Seconds that an engine gets to be ready: 900, and one for each 200 MB of weights, unless the job says it.

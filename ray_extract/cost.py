@@ -39,7 +39,8 @@ def cost_lines(job: Job, plan: PlanSummary, arena_bytes: int, rates: Rates) -> l
     """
     engines = min(job.engine.count, max(1, rates.node_gpus // job.num_gpus)) if job.num_gpus else 1
     node = f", {show_bytes(engines * arena_bytes)} for the {engines} of a node" if engines > 1 else ""
-    lines = [f"/dev/shm  {show_bytes(arena_bytes)} for each of {job.engine.count} engines{node}"]
+    each = f"each of {job.engine.count} engines" if job.engine.count > 1 else "the engine"
+    lines = [f"/dev/shm  {show_bytes(arena_bytes)} for {each}{node}"]
     hours = None
     if rates.tokens_per_second:
         hours = plan.tokens / (rates.tokens_per_second * job.engine.count) / 3600

@@ -55,6 +55,7 @@ _WORKER_DEATHS_WITHOUT_A_ROW = 30
 _CAPACITY_NOTICE_S = 30.0
 _STOP_TIMEOUT_S = 30.0
 _STOP_STARTING_S = 3.0  # for workers that are not ready: one that waits for capacity never answers
+_LATE_START_S = 60.0  # beyond engine.start_timeout_s, at which a worker itself says why its engine did not start
 _RATE_WINDOW_S = 60.0  # a forward pass on a CPU takes longer than a progress line is apart
 _LOOK_S = 1.0  # between looks for stragglers
 _IDLE_S = 0.5  # between looks at the clock
@@ -67,17 +68,27 @@ class _Worker:
     Args:
         number: of this worker; one that takes its place gets another.
         engine: which of the engines it is, from 0.
+        asked: when it was asked for.
+        starts: while it is not ready, since when it may be starting its engine.
+        useful: whether it extracted a unit.
         polled: when it was asked for its counters and has not answered yet; else None.
     """
 
     number: int
     engine: int
+    asked: float
+    starts: float
     ready: bool = False
-    asked: float = dataclasses.field(default_factory=lambda: time.monotonic())
+    useful: bool = False
     leases: list[Lease] = dataclasses.field(default_factory=list)
     rate: Rate = dataclasses.field(default_factory=Rate)
     counters: dict[str, Any] = dataclasses.field(default_factory=dict)
     polled: float | None = None
+
+    @property
+    def engine_starts(self) -> int:
+        """How often it started its engine, a first time that is still to come included."""
+        return max(1, int(self.counters.get("engine_starts", 1)))
 
 
 class Driver:
@@ -134,10 +145,6 @@ class Driver:
         self._total_units, self._total_tokens = total_units, total_tokens
         self._before_units, self._before_tokens = total_units - len(todo), done_tokens
         self._committed_tokens = 0
-        self._committed_bytes = 0
-        self._failed_rows = 0
-        self._first_ready: float | None = None
-        self._last_commit: float | None = None
         self._last_tick = 0.0
         self._last_look = 0.0
         self._history: deque[tuple[float, int]] = deque()  # (time, tokens captured) of the last _RATE_WINDOW_S
@@ -281,8 +288,8 @@ class Driver:
                 self._forget(worker)
         elif call is Call.POLL or call is Call.STOP:
             worker.polled = None
-            worker.counters = event.value or worker.counters
-            self.tally.counted(worker.number, worker.counters)
+            if event.value:
+                self._hear(worker, event.value)
             if call is Call.STOP:
                 self._forget(worker)
             elif isinstance(error, Death):
@@ -293,6 +300,16 @@ class Driver:
             self._settle_start(worker, event.value)
         else:
             self._start_failed(worker, error)
+
+    def _hear(self, worker: _Worker, counters: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if not worker.ready:
+            if not worker.counters:
+                self.tally.arrived(worker.number, now)
+            if not worker.counters or counters.get("copying"):
+                worker.starts = now
+        worker.counters = counters
+        self.tally.counted(worker.number, counters)
 
     def _settle_lease(
         self, worker: _Worker, lease: Lease, receipt: Receipt, error: RayExtractError | Death | None
@@ -307,6 +324,8 @@ class Driver:
         now = time.monotonic()
         if error is None:
             worker.rate.add(lease.unit.tokens, now)
+            worker.useful = True
+            self._starts.useful(worker.engine)
             if self._leases.receive(lease, now):
                 future = self._committer.submit(self._commit, receipt)
                 self._when_done(future, functools.partial(self._settle_commit, lease, receipt, future))
@@ -338,11 +357,8 @@ class Driver:
             return
         # Lost to another driver's commit or won: the unit is committed.
         self._leases.complete(lease)
-        self._last_commit = time.monotonic()
-        self.tally.committed(receipt, lease.attempt, won, self._last_commit)
+        self.tally.committed(receipt, lease.attempt, won, time.monotonic())
         self._committed_tokens += lease.unit.tokens
-        self._committed_bytes += receipt.size
-        self._failed_rows += len(receipt.failures)
         if receipt.tokens:
             self._deaths = 0
 
@@ -377,18 +393,19 @@ class Driver:
 
     def _start(self, engine: int) -> None:
         if self._leasing:
-            worker = _Worker(self._made, engine)
+            now = time.monotonic()
+            worker = _Worker(self._made, engine, now, now)
             self._made += 1
             self._workers[worker.number] = worker
-            self.tally.asked(worker.number, worker.asked)
+            self.tally.asked(worker.number, now)
             self._fleet.start(worker.number)
 
     def _settle_start(self, worker: _Worker, info: dict[str, Any]) -> None:
+        now = time.monotonic()
         worker.ready = True
+        worker.polled = None if worker.polled is None else now
         self._serving += 1
         self._starts.ready(worker.engine)
-        now = time.monotonic()
-        self._first_ready = self._first_ready or now
         self.tally.ready(worker.number, info["node"], info["start_s"], now)
         _log(worker).info("engine ready after %.0f s: %s", now - worker.asked, info.get("version", "unknown"))
         self._feed(worker)
@@ -425,16 +442,20 @@ class Driver:
             if self._deaths >= _WORKER_DEATHS_WITHOUT_A_ROW * self._engines:
                 died = f"{self._deaths} workers died, and no row was extracted meanwhile"
                 self._stop(EngineError(f"{died}: {death.reason}"))
-        _log(worker).warning("a worker is replaced: %s", death.reason)
+        pause = 0.0
+        if not worker.useful and not death.node_left:
+            self._starts.useless(worker.engine)
+            pause = self._starts.pause_s(worker.engine)
+        _log(worker).warning("a worker is replaced%s: %s", f" in {pause:.0f} s" if pause else "", death.reason)
         self.tally.replaced(cause)
         self._forget(worker)
         for lease in worker.leases:
             self._again(lease, death.reason, cause, Ending.NODE_LEFT if death.node_left else Ending.DIED)
-        self._start(worker.engine)
+        heapq.heappush(self._later, (time.monotonic() + pause, worker.engine))
 
     def _forget(self, worker: _Worker) -> None:
         self._gone_tokens += worker.counters.get("tokens_captured", 0)
-        self._gone_starts += worker.counters.get("engine_starts", 1)
+        self._gone_starts += worker.engine_starts
         self._serving -= worker.ready
         self.tally.counted(worker.number, worker.counters)
         self.tally.gone(worker.number, time.monotonic())
@@ -464,13 +485,9 @@ class Driver:
     def _tick(self, now: float) -> None:
         if now - self._last_tick < self._job.run.progress_s:
             return
-        silence = self._job.engine.stall_timeout_s
-        for worker in list(self._workers.values()):
-            if worker.polled is not None and now - worker.polled > silence:
-                # Of a process that hangs Ray says nothing, as long as its node answers.
-                reason = f"it did not answer for {silence:.0f} s (engine.stall_timeout_s)"
-                self._replace(worker, Death(reason), Cause.SILENT)
-            elif worker.ready and worker.polled is None:
+        self._replace_silent(now)
+        for worker in self._workers.values():
+            if worker.polled is None:
                 worker.polled = now
                 self._fleet.poll(worker.number)
         self._last_tick = now
@@ -483,6 +500,23 @@ class Driver:
         texts = self._views("draining" if self._drain.is_set() else "running")
         if self._view is None or self._view.done():  # a store that does not answer must not hold up the leases
             self._view = self._committer.submit(self._write_view, *texts)
+
+    def _replace_silent(self, now: float) -> None:
+        """Of a process that hangs Ray says nothing, as long as its node answers."""
+        silence, start = self._job.engine.stall_timeout_s, self._job.engine.start_timeout()
+        late = [w for w in self._workers.values() if not w.ready and now - w.starts > start + _LATE_START_S]
+        # One that has its place and does not answer looks like one that waits for it; to ask Ray takes time.
+        waiting = self._fleet.waiting() if not all(w.counters for w in late) else ()
+        for worker in late:
+            if worker.number in waiting:
+                worker.starts = now
+            else:
+                reason = f"it was not ready after {now - worker.starts:.0f} s (engine.start_timeout_s = {start:.0f})"
+                self._replace(worker, Death(reason), Cause.NOT_STARTED)
+        for worker in list(self._workers.values()):
+            if worker.ready and worker.polled is not None and now - worker.polled > silence:
+                reason = f"it did not answer for {silence:.0f} s (engine.stall_timeout_s)"
+                self._replace(worker, Death(reason), Cause.SILENT)
 
     def _say_capacity(self, now: float) -> None:
         late = [now - w.asked for w in self._workers.values() if not w.ready and now - w.asked > _CAPACITY_NOTICE_S]
@@ -505,25 +539,25 @@ class Driver:
         return max(0, captured - before) / (now - then)
 
     def _snapshot(self) -> Snapshot:
-        starts = self._gone_starts + sum(w.counters.get("engine_starts", 1) for w in self._workers.values())
+        starts = self._gone_starts + sum(worker.engine_starts for worker in self._workers.values())
         now = time.monotonic()
         return Snapshot(
             units=self._total_units,
             units_done=self._before_units + self._leases.done,
             units_given_up=len(self._leases.given_up),
             units_in_flight=self._leases.leased,
-            rows_failed=self._failed_rows,
+            rows_failed=self.tally.rows_failed,
             tokens=self._total_tokens,
             tokens_committed=self._before_tokens + self._committed_tokens,
             tokens_captured=self._captured(),
-            bytes_committed=self._committed_bytes,
+            bytes_committed=self.tally.nbytes,
             engines=self._engines,
             engines_ready=self._serving,
             restarts=max(0, starts - self._engines),
             arena_used=sum(w.counters.get("arena_used", 0) for w in self._workers.values()),
             arena_bytes=self._setup.extractor.arena_bytes * len(self._workers),
-            elapsed_s=round(now - self._first_ready, 1) if self._first_ready else 0.0,
-            idle_s=round(now - (self._last_commit or self._first_ready or now), 1),
+            elapsed_s=round(self.tally.elapsed_s(now), 1),
+            idle_s=round(self.tally.idle_s(now), 1),
             tokens_per_s=round(self._rate(), 1),
         )
 

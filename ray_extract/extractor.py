@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +157,34 @@ class Flights:
                 self._changed.notify_all()
 
 
+class Watch:
+    """Finds the data-parallel rank that hangs. Each has rows of its own, so that what the others do says nothing of it.
+
+    Args:
+        timeout_s: for which a rank with rows in flight may capture no token.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._seen: dict[int, tuple[int, float]] = {}  # by rank: tokens, and since when it was so
+
+    def look(self, now: float, tokens: Sequence[int], busy: Collection[int]) -> int | None:
+        """The first rank that hangs, or None.
+
+        Args:
+            now: seconds of a monotonic clock.
+            tokens: that each rank ever captured.
+            busy: ranks with rows in flight.
+        """
+        for rank, count in enumerate(tokens):
+            if rank not in busy or self._seen.get(rank, (-1, now))[0] != count:
+                self._seen[rank] = count, now
+            elif now - self._seen[rank][1] > self._timeout_s:
+                self._seen.clear()
+                return rank
+        return None
+
+
 class Extractor:
     """Owns an arena and an engine.
 
@@ -184,7 +212,9 @@ class Extractor:
         self._serving: EngineProcess | None = None  # the same once it has sung, for the watchdog
         self._info: EngineInfo | None = None
         self._canary: Extent | None = None
-        self._live: dict[int, Extent] = {}  # slots with rows in flight, for the watchdog
+        self._copying = False
+        self._live: dict[int, Extent] = {}  # slots whose rows are under way
+        self._in_flight: dict[Future[Answer], int] = {}  # rows that the engine has, and their ranks, for the watchdog
 
     def start(self) -> EngineInfo:
         """Copy the model to this node if it is at a URL, make the arena, start the engine, and let the canary pass.
@@ -196,7 +226,9 @@ class Extractor:
             EngineError: it did not start.
         """
         if is_url(self._job.model.path):
+            self._copying = True
             folder = stage_model(self._job.model, self._setup.fingerprint, self._stopping)
+            self._copying = False
             model = self._job.model.model_copy(update={"path": str(folder)})
             self._job = self._job.model_copy(update={"model": model})
         job, setup = self._job, self._setup
@@ -236,7 +268,10 @@ class Extractor:
             self._guard.dismiss()
 
     def progress(self) -> dict[str, float]:
-        """Counters, with what is being captured now, the writers' own (arena.COUNTERS) and the arena's bytes in use."""
+        """Counters, with what is being captured now, the writers' own (arena.COUNTERS) and the arena's bytes in use.
+
+        And `copying`: whether the model is being copied to this node, which engine.start_timeout_s is not about.
+        """
         used = self._arena.used_bytes - self._canary_bytes if self._arena is not None else 0
         written = self._arena.counters() if self._arena is not None else {}
         return {
@@ -244,6 +279,7 @@ class Extractor:
             **written,
             "tokens_captured": self._counters.tokens_captured + self._covered(),
             "arena_used": used,
+            "copying": self._copying,
         }
 
     @contextmanager
@@ -349,6 +385,8 @@ class Extractor:
             rid = RequestId(self._arena.spec.nonce, extent.slot, extent.generation, row, deaths)
             offset = extent.offset + layout.tensors["input_ids"].offset + 4 * int(table.cu_seqlens[row])
             sent[row] = engine.submit(str(rid), offset, length, rank)
+            self._in_flight[sent[row]] = rank or 0
+            sent[row].add_done_callback(self._in_flight.pop)
         lost: dict[int, EngineDied] = {}
         for row, future in sent.items():
             try:
@@ -451,6 +489,7 @@ class Extractor:
         engine = self._job.engine
         self._counters.engine_starts += 1
         began = time.monotonic()
+        deadline = began + engine.start_timeout()
         self._engine = EngineProcess(
             self._job.model_dump(mode="json"),
             self._arena.folder,
@@ -461,7 +500,7 @@ class Extractor:
         try:
             info = self._engine.wait_ready(engine.start_timeout())
             if engine.kind == "sglang":
-                self._sing(self._engine, info)
+                self._sing(self._engine, info, deadline)
         except BaseException:
             self._engine.kill()
             raise
@@ -470,8 +509,8 @@ class Extractor:
         self._serving = self._engine
         return info
 
-    def _sing(self, engine: EngineProcess, info: EngineInfo) -> None:
-        """Send the canary, once to each data-parallel rank.
+    def _sing(self, engine: EngineProcess, info: EngineInfo, deadline: float) -> None:
+        """Send the canary, once to each data-parallel rank, and wait for it until the deadline (monotonic).
 
         Raises:
             CaptureRefused: it did not come back as it must.
@@ -489,7 +528,7 @@ class Extractor:
             rank = row * info.dp_size // len(table) if info.dp_size > 1 else None
             futures.append(engine.submit(str(rid), base + 4 * int(table.cu_seqlens[row]), length, rank, 1))
         try:
-            answers = [f.result(timeout=self._job.engine.start_timeout()) for f in futures]
+            answers = [f.result(timeout=max(0.0, deadline - time.monotonic())) for f in futures]
             # Now and not later: marks that come after the answer are as bad as none.
             self._require_covered(extent, table, answers)
         except BaseException as error:
@@ -497,7 +536,8 @@ class Extractor:
             if isinstance(error, TimeoutError):
                 waited = self._job.engine.start_timeout()
                 raise EngineError(
-                    f"the engine did not answer the canary in {waited:.0f} s\n{engine.log_tail()}"
+                    f"the engine was ready and did not answer the canary, after {waited:.0f} s in all "
+                    f"(engine.start_timeout_s)\n{engine.log_tail()}"
                 ) from None
             raise
         finally:
@@ -578,21 +618,22 @@ class Extractor:
         return sum(self._slot_covered(e, int(self._arena.control.num_rows[e.slot])) for e in list(self._live.values()))
 
     def _watch(self) -> None:
-        """Kill an engine that has rows in flight but covers no token for too long; its death does the rest."""
+        """Kill an engine of which a rank with rows in flight captures nothing for too long; its death does the rest."""
+        assert self._arena is not None
         timeout = self._job.engine.stall_timeout_s
-        last, since = -1, time.monotonic()
+        watch = Watch(timeout)
         while not self._stopping.wait(min(5.0, timeout / 4)):
-            now = self._counters.tokens_captured + self._covered()
-            engine = self._serving  # one that starts covers nothing for as long as that takes
-            if not self._live or now != last or engine is None or not engine.alive:
-                last, since = now, time.monotonic()
-            elif time.monotonic() - since > timeout:
+            engine = self._serving  # one that starts captures nothing for as long as that takes
+            busy = set(self._in_flight.values()) if engine is not None and engine.alive else ()
+            rank = watch.look(time.monotonic(), self._arena.tokens_by_writer(), busy)
+            if rank is not None and engine is not None:
                 logger.error(
-                    "no token was captured for %.0f s (engine.stall_timeout_s): restarting the engine", timeout
+                    "no token was captured for %.0f s (engine.stall_timeout_s)%s: restarting the engine",
+                    timeout,
+                    f" by data-parallel rank {rank}" if self._arena.spec.writers > 1 else "",
                 )
                 self._counters.engine_stalls += 1
                 engine.kill()
-                since = time.monotonic()
 
 
 def canary_table(vocab_size: int, longest: int, ranks: int) -> RowTable:

@@ -5,11 +5,12 @@ Nothing here knows of Ray: see ray_fleet, and for engines without one tests/simu
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from ray_extract.errors import RayExtractError
 from ray_extract.leases import Lease
+from ray_extract.progress import show_count
 
 
 class Call(enum.Enum):
@@ -73,7 +74,11 @@ class Fleet(Protocol):
         ...
 
     def poll(self, worker: int) -> None:
-        """Ask for its counters."""
+        """Ask for its counters, as soon as it has its place."""
+        ...
+
+    def waiting(self) -> Collection[int]:
+        """Workers that have no place yet, since no node had room for them."""
         ...
 
     def stop(self, worker: int) -> None:
@@ -112,7 +117,7 @@ def shortage(need: Mapping[str, float], nodes: Sequence[Node]) -> str | None:
             f"the most {name} of a node is {max((node.total.get(name, 0) for node in nodes), default=0):g}"
             for name in missing or need
         )
-        return f"no node has {wants}: {most}, of {_count(len(nodes), 'node')}"
+        return f"no node has {wants}: {most}, of {show_count(len(nodes), 'node')}"
     fullest_last = sorted(nodes, key=lambda node: [-node.free.get(name, 0) for name in need])
     shown = "; ".join(
         f"{node.name} {', '.join(f'{node.free.get(n, 0):g} of {node.total.get(n, 0):g} {n}' for n in need)}"
@@ -123,12 +128,10 @@ def shortage(need: Mapping[str, float], nodes: Sequence[Node]) -> str | None:
         for n in need
     )
     more = len(nodes) - _NODES_NAMED
-    return f"no node has {wants} free: {free} in all; {shown}" + (f"; {_count(more, 'node')} more" if more > 0 else "")
+    return f"no node has {wants} free: {free} in all; {shown}" + (
+        f"; {show_count(more, 'node')} more" if more > 0 else ""
+    )
 
 
 def _has(has: Mapping[str, float], need: Mapping[str, float]) -> bool:
     return all(has.get(name, 0) >= amount for name, amount in need.items())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

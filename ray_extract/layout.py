@@ -88,6 +88,11 @@ def shard_key(unit: str, attempt: str, fmt: str) -> str:
     return f"{SHARDS_PREFIX}{unit}.{attempt}.{EXTENSIONS[fmt]}"
 
 
+def unit_of_shard(key: str) -> str:
+    """The unit in a shard's key. Its name may hold dots, those of an attempt and an ending do not."""
+    return key.removeprefix(SHARDS_PREFIX).rsplit(".", 2)[0]
+
+
 def commit_key(unit: str) -> str:
     """Key of the only commit point of a unit."""
     return f"{COMMITS_PREFIX}{unit}.json"

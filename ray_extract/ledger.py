@@ -53,6 +53,9 @@ IDENTITY_VERSION = 1
 _READERS = 64
 _READ_AT_ONCE, _READ_BYTES = 16, 64 << 10
 
+_NAMED = 20
+"""Shards that an error names; more are counted."""
+
 _NO_PLAN = "; plan/ is damaged: put it back as it was, or choose another output.url"
 
 _GROUP_ROWS = 64 << 10  # of a row group of a manifest, at least
@@ -284,7 +287,11 @@ class Ledger:
             if version == IDENTITY_VERSION:
                 return RunIdentity.from_json(record["identity"]), dict(record["environment"])
         except (ValueError, KeyError, TypeError):
-            version = "unreadable"
+            raise IdentityMismatch(
+                f"{self.store.url}/{layout.RUN_KEY}, which says whose output this is, is damaged: put it back as it "
+                "was; or, if the job is surely the one that began here, delete it and run the job again, which writes "
+                "it anew"
+            ) from None
         raise IdentityMismatch(
             f"{self.store.url}/{layout.RUN_KEY}: version {version}; this release reads {IDENTITY_VERSION}. "
             "Choose another output.url, or the release that began the run"
@@ -401,15 +408,48 @@ class Ledger:
             listing: which ones.
 
         Raises:
-            ShardError: a shard is missing or has another size.
+            ShardError: after the last receipt: shards are missing or have another size.
         """
         sizes = {item.key: item.size for item in self.store.list(layout.SHARDS_PREFIX)}
+        wrong = []
         for receipt in self.receipts(listing, fold=True):
             size = sizes.get(receipt.key)
             if size != receipt.size:
                 found = "is missing" if size is None else f"has {size} bytes and was committed with {receipt.size}"
-                raise ShardError(f"{self.store.url}/{receipt.key} {found}; {_remedy(receipt.unit)}")
+                wrong.append((receipt.unit, f"{receipt.key} {found}"))
             yield receipt
+        self._require_none(wrong)
+
+    def require_shards(self, units: Iterable[str]) -> None:
+        """Look whether there is a shard of each of these units; no commit is read for it.
+
+        So of a unit of which several attempts left a shard it may be the wrong one; that is whole_receipts' to see.
+
+        Args:
+            units: that have a commit, and were not split.
+
+        Raises:
+            ShardError: of some there is none.
+        """
+        there = {layout.unit_of_shard(item.key) for item in self.store.list(layout.SHARDS_PREFIX)}
+        self._require_none([(unit, f"the shard of {unit} is missing") for unit in units if unit not in there])
+
+    def _require_none(self, wrong: Sequence[tuple[str, str]]) -> None:
+        """Raises ShardError for shards that are not as committed, each a unit and what is wrong."""
+        if len(wrong) == 1:
+            ((unit, what),) = wrong
+            raise ShardError(f"{self.store.url}: {what}; {_remedy(unit)}")
+        if wrong:
+            lines = [f"{what}: delete {layout.commit_key(unit)}" for unit, what in wrong[:_NAMED]]
+            if len(wrong) > _NAMED:
+                lines.append(
+                    f"and {len(wrong) - _NAMED:,} more, which are named once these are mended; if all shards are gone, "
+                    f"delete all files in {layout.COMMITS_PREFIX}"
+                )
+            raise ShardError(
+                f"{self.store.url}: {len(wrong):,} committed shards are missing or damaged; to extract their rows "
+                f"again, delete their commits and {run_again(unit for unit, _ in wrong)}:\n  " + "\n  ".join(lines)
+            )
 
     def _find_commit(self, unit: str) -> Receipt | Split | None:
         try:
@@ -441,8 +481,15 @@ def _settled(
 
 def _remedy(unit: str) -> str:
     """How the rows of a unit are extracted again."""
-    command = "run the job again" if layout.round_of_unit(unit) is None else "run ray-extract retry-failed again"
-    return f"to extract its rows again, delete {layout.commit_key(unit)} and {command}"
+    return f"to extract its rows again, delete {layout.commit_key(unit)} and {run_again([unit])}"
+
+
+def run_again(units: Iterable[str]) -> str:
+    """Which commands extract units again whose commits were deleted."""
+    retried = {layout.round_of_unit(unit) is not None for unit in units}
+    if retried == {True}:
+        return "run ray-extract retry-failed again"
+    return "run the job, and ray-extract retry-failed, again" if True in retried else "run the job again"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -951,7 +998,7 @@ def read_manifest(store: Store) -> pa.Table:
         manifest_columns(table)
         return table.cast(MANIFEST_SCHEMA.with_metadata(table.schema.metadata))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
+        raise _damaged(store, key, error) from None
 
 
 def failed_rows(store: Store, key: str) -> int:
@@ -967,8 +1014,12 @@ def failed_rows(store: Store, key: str) -> int:
         file = StoredFile(store, key, info.size)
         status = pq.ParquetFile(file).read(columns=["status"], use_threads=False).column("status")
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-        raise ShardError(f"{store.url}/{key}: damaged: {error}") from None
+        raise _damaged(store, key, error) from None
     return int(pc.sum(pc.equal(status, "failed")).as_py() or 0)
+
+
+def _damaged(store: Store, key: str, error: Exception) -> ShardError:
+    return ShardError(f"{store.url}/{key}: damaged: {error}; run the job again, which writes the next manifest")
 
 
 def manifest_columns(manifest: pa.Table) -> tuple[Column, ...]:
@@ -1031,9 +1082,7 @@ def orphans(store: Store) -> list[ObjectInfo]:
     """
     shards: dict[str, list[ObjectInfo]] = {}
     for item in store.list(layout.SHARDS_PREFIX):
-        # A unit's name may hold dots, those of an attempt and an ending do not.
-        unit = item.key.removeprefix(layout.SHARDS_PREFIX).rsplit(".", 2)[0]
-        shards.setdefault(unit, []).append(item)
+        shards.setdefault(layout.unit_of_shard(item.key), []).append(item)
     return [
         item
         for commit in Ledger(store).commits()

@@ -23,6 +23,7 @@ from ray_extract.errors import ConfigError
 from ray_extract.model import HUB_NAME, ModelShape, describe_model
 from ray_extract.plan import show_bytes
 from ray_extract.presets import apply_preset
+from ray_extract.progress import show_count
 from ray_extract.records import Unit
 from ray_extract.staging import is_url
 
@@ -145,14 +146,15 @@ def sizes(job: Job, shape: ModelShape) -> Sizes:
     needed = shm + gpus * GPU_MEMORY_BYTES
     if needed > cfg.node_memory:
         raise ConfigError(
-            f"kubernetes.node_memory = {show_bytes(cfg.node_memory)}: {engines} engines need {show_bytes(needed)}, "
+            f"kubernetes.node_memory = {show_bytes(cfg.node_memory)}: for {show_count(engines, 'engine')} of a node "
+            f"{show_bytes(needed)} are needed, "
             f"{show_bytes(shm)} of it in /dev/shm; lower output.shard_bytes, dataset.max_tokens or "
             "run.units_in_flight, set run.arena_bytes, or take larger nodes"
         )
     if engines * job.engine.cpus > cfg.node_cpus:
         raise ConfigError(
-            f"kubernetes.node_cpus = {cfg.node_cpus}: {engines} engines of engine.cpus = {job.engine.cpus:g} need "
-            f"{engines * job.engine.cpus:g}; lower engine.cpus, or raise it"
+            f"kubernetes.node_cpus = {cfg.node_cpus}: {show_count(engines, 'engine')} of engine.cpus = "
+            f"{job.engine.cpus:g} on a node make {engines * job.engine.cpus:g}; lower engine.cpus, or raise it"
         )
     return Sizes(nodes, engines, gpus, arena, shm)
 

@@ -25,9 +25,10 @@ from ray_extract.dataset.prepared import (
     read_table,
     write_rows,
 )
-from ray_extract.errors import AlreadyExists, PlanError
+from ray_extract.errors import AlreadyExists, NotFound, PlanError
 from ray_extract.ledger import Ledger
 from ray_extract.model import ModelShape
+from ray_extract.progress import show_count
 from ray_extract.records import Unit
 from ray_extract.store import Store, put_once
 
@@ -224,7 +225,7 @@ class PlanSummary:
         skipped = self.rows - self.usable
         cut = f", {self.truncated:,} of them cut to their limit" if self.truncated else ""
         share = f"{self.supervised:,} of them supervised ({self.supervised / max(1, self.tokens):.1%})"
-        without = f"; {self.unsupervised:,} rows have none" if self.unsupervised else ""
+        without = f"; {show_count(self.unsupervised, 'row')} without any" if self.unsupervised else ""
 
         def first(kind: str) -> str:
             return f", first {self.examples[kind]}" if kind in self.examples else ""
@@ -299,7 +300,7 @@ def load_or_make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: in
 
 def _make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> None:
     index = write_rows(store, arrange(prepare(job, shape), job.dataset), keep=job.capture.keep)
-    log.info("prepared %d rows, %d of them usable, %d tokens", index.rows, index.usable, index.tokens)
+    log.info("prepared %s, %d of them usable, %d tokens", show_count(index.rows, "row"), index.usable, index.tokens)
     try:
         units = _plan(store, index, job, token_bytes)
     except PlanError:
@@ -340,7 +341,7 @@ def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
     """The stored plan, with the parts of units that were split in their places.
 
     Raises:
-        PlanError: it is damaged, or of another release.
+        PlanError: it is damaged, of another release, or gone where units are committed.
         NotFound: nothing is planned yet.
         StoreError: reading failed.
     """
@@ -348,6 +349,13 @@ def load_plan(store: Store) -> tuple[RowIndex, list[Unit]]:
         tree = json.loads(store.get(layout.PLAN_KEY))
         version, rows, count = tree["version"], tree["rows"], tree["units"]
         index = RowIndex.from_json(rows) if version == PLAN_VERSION else None
+    except NotFound:
+        if committed := len(Ledger(store).committed_units()):
+            raise PlanError(
+                f"output.url: {layout.PLAN_KEY} is missing, and units are committed ({committed:,}); put it back, or "
+                "run the job again, which plans the same rows anew"
+            ) from None
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise PlanError(f"output.url: {layout.PLAN_KEY} is damaged ({error}); {REPLAN}") from None
     if index is None:
@@ -383,7 +391,7 @@ def claim_round(
     text = json.dumps({"version": PLAN_VERSION, "units": [dataclasses.asdict(unit) for unit in units]})
     try:
         store.put(layout.round_key(number), text.encode())
-        log.info("retry round %d: %d rows in %d units", number, len(failed), len(units))
+        log.info("retry round %d: %s in %s", number, show_count(len(failed), "row"), show_count(len(units), "unit"))
     except AlreadyExists:
         log.info("another driver claimed retry round %d first; joining it", number)
 

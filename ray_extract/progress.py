@@ -79,6 +79,11 @@ class Snapshot:
         return " · ".join(part for part in parts if part)
 
 
+def show_count(number: int, noun: str) -> str:
+    """So many of something: `1 unit`, `2,000 units`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def show_seconds(seconds: float) -> str:
     """Seconds for people: `2h46m`, or `0m05s`."""
     minutes, rest = divmod(int(seconds), 60)

@@ -7,13 +7,16 @@ An actor's GPUs are all of one node, by Ray's own rule, and it waits until a nod
 one bundle would ask for the same, and would be a second thing to wait for and to remove (docs/architecture.md).
 """
 
+import contextlib
 import functools
 import logging
 import math
 import os
 import platform
+import signal
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,7 +24,7 @@ import ray
 import ray.exceptions
 import ray.util.metrics
 from ray._private.services import canonicalize_bootstrap_address
-from ray._private.state import available_resources_per_node
+from ray._private.state import actors, available_resources_per_node
 
 from ray_extract import logs
 from ray_extract.config import Job
@@ -132,6 +135,13 @@ class RayFleet:
         """See fleet.Fleet."""
         self._ask(worker, Call.POLL, self._handles[worker].progress.remote())
 
+    def waiting(self) -> Collection[int]:
+        """See fleet.Fleet."""
+        job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+        pending = actors(job_id=job, actor_state_name="PENDING_CREATION")
+        placeless = {actor for actor, record in pending.items() if not record["Address"]["Port"]}
+        return {worker for worker, handle in self._handles.items() if handle._actor_id.hex() in placeless}
+
     def stop(self, worker: int) -> None:
         """See fleet.Fleet."""
         self._ask(worker, Call.STOP, self._handles[worker].stop.remote())
@@ -190,7 +200,8 @@ def connect(job: Job) -> None:
     address = _running_cluster(job.run.address or os.environ.get("RAY_ADDRESS"))
     if address is not None:
         try:
-            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=forwards)
+            with _our_sigterm():
+                ray.init(address=address, logging_level=logging.WARNING, log_to_driver=forwards)
         except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
             raise ConfigError(
                 f"run.address = {address!r}: {_first_line(error)}; is it a Ray head of this version, and if it asks "
@@ -199,18 +210,34 @@ def connect(job: Job) -> None:
         return
     cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=_LOCAL_OBJECT_STORE,
-            logging_level=logging.WARNING,
-            log_to_driver=forwards,
-        )
+        with _our_sigterm():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=_LOCAL_OBJECT_STORE,
+                logging_level=logging.WARNING,
+                log_to_driver=forwards,
+            )
     except Exception as error:  # as what Ray raises where its processes are too slow to come up
         raise EngineError(
             f"Ray did not start on this machine: {_first_line(error)}; run the same command again to go on"
         ) from error
+
+
+@contextlib.contextmanager
+def _our_sigterm() -> Iterator[None]:
+    """ray.init sets a handler that ends the process without a word, and with an exit code that says nothing here."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == signal.SIGTERM:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        if before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _running_cluster(named: str | None) -> str | None:

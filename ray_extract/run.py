@@ -6,33 +6,7 @@ or a machine must be mended first; 3 it stopped before its end, and the same com
 of the store, engines that do not start, a defect.
 """
 
-import argparse
-import contextlib
-import dataclasses
-import functools
-import heapq
-import itertools
-import json
-import logging
-import platform
-import signal
-import sys
-import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-import ray_extract
-from ray_extract import logs
-from ray_extract.capture.boundaries import resolve_boundaries
-from ray_extract.config import Job, load_job
-from ray_extract.console import complain, parse, tell
-from ray_extract.dataset.chat import template_fingerprint
-from ray_extract.dataset.prepared import RowIndex
-from ray_extract.dataset.source import source_fingerprint
-from ray_extract.engine.base import check_engine
+from ray_extract.console import ENDED, complain, end_on_signal, leave, parse, tell
 from ray_extract.errors import (
     AccessDenied,
     ConfigError,
@@ -44,6 +18,36 @@ from ray_extract.errors import (
     StoreError,
     UnitsGivenUp,
 )
+
+if __name__ == "__main__":
+    # The other imports take a second, from a network disk much longer.
+    end_on_signal(Exit.STOPPED, ENDED)
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import heapq
+import itertools
+import json
+import logging
+import platform
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import ray_extract
+from ray_extract import logs
+from ray_extract.capture.boundaries import resolve_boundaries
+from ray_extract.config import Job, load_job
+from ray_extract.dataset.chat import template_fingerprint
+from ray_extract.dataset.prepared import RowIndex
+from ray_extract.dataset.source import source_fingerprint
+from ray_extract.engine.base import check_engine
 from ray_extract.head import write_head
 from ray_extract.layout import PLAN_KEY, round_of_unit
 from ray_extract.ledger import Ledger, Totals, last_manifest, mended, run_identity, take_retries
@@ -58,6 +62,7 @@ from ray_extract.plan import (
     read_rounds,
 )
 from ray_extract.presets import TARGETS, apply_preset
+from ray_extract.progress import show_count
 from ray_extract.records import Unit
 from ray_extract.shards.image import TORCH_TO_CODE, state_columns
 from ray_extract.staging import is_url
@@ -152,6 +157,8 @@ def prepare_run(job: Job, *, begin: bool = True) -> Prepared:
     job, shape, boundaries, store = check_job(job)
     logs.identify(run=store.url, node=platform.node())
     if not begin and store.head(PLAN_KEY) is None:
+        with contextlib.suppress(NotFound):
+            load_plan(store)  # commits may tell that there was one
         raise ConfigError(f"output.url = {job.output.url!r}: no run there; begin it with ray-extract run")
     try:
         honest = probe_create(store)
@@ -264,6 +271,9 @@ def _to_the_end(prepared: Prepared, sofar: _Sofar, *, rounds: bool) -> tuple[str
         todo = [unit for unit in units if unit.unit not in listing]
         if len(todo) < len(units) and not sofar.drives.drives:
             logger.info("%d of %d units are committed already", len(units) - len(todo), len(units))
+        if todo and sofar.units_done and not sofar.drives.drives:
+            # Now, and not only after the extraction, when sizes are looked at too.
+            prepared.ledger.require_shards(unit.unit for unit in every if unit.unit in listing)
         if todo:
             _extract(prepared, set(listing), todo, sofar)
             continue
@@ -340,9 +350,10 @@ def _extract(prepared: Prepared, done: set[str], todo: list[Unit], sofar: _Sofar
         sofar.units_done += account.units
     if given_up:
         unit, reason = next(iter(given_up.items()))
+        tries = show_count(prepared.job.run.max_attempts, "attempt")
         told = (
-            f"{len(given_up)} units were given up after {prepared.job.run.max_attempts} attempts each "
-            f"(run.max_attempts), the others are committed; {unit}: {reason}"
+            f"{show_count(len(given_up), 'unit')} given up after {tries} (run.max_attempts), the others are committed; "
+            f"{unit}: {reason}"
         )
         if {driver.tally.failures[name] for name in given_up} == {Cause.STORE_FAILED}:
             raise StoreError(f"{told}; run the same command again once the store is well")
@@ -432,15 +443,17 @@ def exit_code(job: Job, totals: Totals) -> Exit:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM ends like Ctrl-C, until the driver has something to drain and takes both signals itself."""
+    """Both signals end it by KeyboardInterrupt, until the driver has something to drain and takes them itself."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -479,7 +492,7 @@ def execute(args: argparse.Namespace, action: Callable[[Job], Summary]) -> int:
         say(error)
         return error.exit_code
     except KeyboardInterrupt:
-        say("ended at once, on request; run the same command again to go on")
+        say(ENDED)
         return Exit.STOPPED
     except Exception as error:
         # A defect, ours or of what we stand on. Python's own exit code for it would say that the run came to its end.
@@ -491,4 +504,4 @@ def execute(args: argparse.Namespace, action: Callable[[Job], Summary]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -30,6 +30,7 @@ class Starts:
         self._left = engines
         self._limit = min(max(_TRIES, engines), _ALL_TRIES)
         self._failed: Counter[int] = Counter()
+        self._useless: Counter[int] = Counter()  # starts of each engine in a row of which nothing came
         self._in_a_row = 0
         self._any = False  # whether one ever served
 
@@ -56,6 +57,19 @@ class Starts:
         self._left -= 1
         return Start.WITHOUT if self._left else Start.STOP
 
+    def useless(self, engine: int) -> None:
+        """Its worker started, and ended before it had extracted anything.
+
+        The pause grows as for a start that failed. But the engine is not done without for it: a row may be what kills
+        its workers, and be found by that, see leases.Leases.
+        """
+        self._useless[engine] += 1
+
+    def useful(self, engine: int) -> None:
+        """Its worker extracted a unit."""
+        del self._useless[engine]
+
     def pause_s(self, engine: int) -> float:
         """Seconds before it is started again."""
-        return min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0 ** max(0, self._failed[engine] - 1))
+        failed = self._failed[engine] + self._useless[engine]
+        return min(_LONGEST_PAUSE_S, _PAUSE_S * 2.0 ** min(max(0, failed - 1), 10))

@@ -11,7 +11,7 @@ from ray_extract import layout
 from ray_extract.errors import NotFound
 from ray_extract.ledger import Ledger, failed_rows, latest_manifest, read_success
 from ray_extract.plan import load_plan, read_rounds
-from ray_extract.progress import TIME_FORMAT, show_seconds
+from ray_extract.progress import TIME_FORMAT, show_count, show_seconds
 from ray_extract.store import Store
 
 SILENT_S = 300.0
@@ -27,7 +27,7 @@ _MEANS = {
     "done": "everything is extracted, and its driver makes the manifest; if it has ended, run it again",
     "drained": "stopped on request; run it again to go on",
     "failed": "its log and summary.json say why; mend that if need be, and run it again",
-    "damaged": "it was complete, and commits are gone; run it again",
+    "damaged": "it was complete, and commits or manifests are gone; run it again",
 }
 
 
@@ -36,8 +36,8 @@ class RunStatus:
     """How far a run is.
 
     Args:
-        state: `complete`; `damaged`: it was, and commits are gone; `planning`; `silent`: its driver said nothing for
-            SILENT_S; `unknown`: nothing tells; or what the driver said, see progress.Snapshot.to_json.
+        state: `complete`; `damaged`: it was, and commits or manifests are gone; `planning`; `silent`: its driver said
+            nothing for SILENT_S; `unknown`: nothing tells; or what the driver said, see progress.Snapshot.to_json.
         units, units_done: planned, and those of them with a commit.
         tokens, tokens_committed: prompt tokens of the same.
         rows_failed: in the manifest, or else as far as the driver said; None if nothing tells.
@@ -78,10 +78,10 @@ class RunStatus:
         ]
         if self.state in WORKS:  # what it was when the driver ended says nothing of now, nor of the whole run
             speed, engines = self.progress["tokens_per_s"], self.progress["engines_ready"]
-            lines.append(f"speed       {speed:,.0f} tokens/s, {engines} engines ready")
+            lines.append(f"speed       {speed:,.0f} tokens/s, {show_count(engines, 'engine')} ready")
         if self.retries:
             lines.append(f"retries     {self.retries_done:,} of {self.retries:,} units of retry rounds committed")
-        newer = f" ({self.newer:,} commits came after it; the next one will have them)" if self.newer else ""
+        newer = f" ({show_count(self.newer, 'commit')} came after it, for the next one)" if self.newer else ""
         return [
             *lines,
             f"failed rows {'unknown' if self.rows_failed is None else f'{self.rows_failed:,}'}",
@@ -120,7 +120,7 @@ def run_status(store: Store) -> RunStatus:
         # Its driver ended before it wrote _SUCCESS anew, or has not come to that.
         failed = failed_rows(store, manifest)
     return RunStatus(
-        state=state_of(bool(success), len(done) == len(units), progress.get("state"), age),
+        state=state_of(bool(success), len(done) == len(units) and manifest is not None, progress.get("state"), age),
         units=len(units),
         units_done=len(done),
         tokens=sum(unit.tokens for unit in units),
@@ -140,7 +140,7 @@ def state_of(success: bool, whole: bool, said: str | None, age_s: float | None) 
 
     Args:
         success: whether it was complete once.
-        whole: whether every unit has a commit.
+        whole: whether every unit has a commit, and there is a manifest.
         said: what the driver said last, if anything.
         age_s: since then.
     """

@@ -17,7 +17,7 @@ from ray_extract.errors import Exit, NotFound, StoreError
 from ray_extract.layout import DRIVES_PREFIX, SUMMARY_KEY
 from ray_extract.ledger import Totals
 from ray_extract.plan import show_bytes
-from ray_extract.progress import TIME_FORMAT, show_seconds
+from ray_extract.progress import TIME_FORMAT, show_count, show_seconds
 from ray_extract.store import Store
 from ray_extract.tally import Account
 
@@ -78,8 +78,10 @@ class Summary:
         else:
             lines.append("speed       nothing was left to extract")
         if self.whole.drives > self.this.drives:
-            lost = f"; {self.unfinished} did not say how they ended" if self.unfinished else ""
-            lines += [f"all {self.whole.drives} runs{lost}", *_account_lines(self.whole)]
+            they = "it" if self.unfinished == 1 else "they"
+            lost = f"; {self.unfinished} did not say how {they} ended" if self.unfinished else ""
+            runs = f"all {self.whole.drives} runs" if self.whole.drives > 1 else "the run before"
+            lines += [f"{runs}{lost}", *_account_lines(self.whole)]
         lines.append(f"output      {url}")
         if self.totals is not None:
             lines.append(f"next        ray-extract verify {url}")
@@ -123,7 +125,7 @@ def _node_lines(account: Account) -> list[str]:
     rates = {name: node.tokens_per_s for name, node in account.nodes.items() if node.engine_s}
     if len(rates) <= _NODES_SHOWN:
         return [
-            f"  node      {name}: {rate:,.0f} tokens/s an engine, {account.nodes[name].engines} engines"
+            f"  node      {name}: {rate:,.0f} tokens/s an engine, {show_count(account.nodes[name].engines, 'engine')}"
             for name, rate in sorted(rates.items())
         ]
     slow, fast = min(rates, key=rates.__getitem__), max(rates, key=rates.__getitem__)

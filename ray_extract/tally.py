@@ -163,6 +163,10 @@ class Tally:
         """A worker was asked for; `worker` tells it from the others that there are."""
         self._workers[worker] = _Worker(now)
 
+    def arrived(self, worker: int, now: float) -> None:
+        """It has its place on a node, and begins to start its engine."""
+        self._workers[worker].arrived = now
+
     def ready(self, worker: int, node: str, start_s: float, now: float) -> None:
         """It serves, on this node; its engine took `start_s` to start."""
         self._first_ready = now if self._first_ready is None else self._first_ready
@@ -223,6 +227,24 @@ class Tally:
         with self._lock:
             self._lost[Loss.OUTAGES] += seconds
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shards that are committed."""
+        return self._sums["nbytes"]
+
+    @property
+    def rows_failed(self) -> int:
+        """Rows in them that are not ok."""
+        return sum(count for status, count in self._rows.items() if status != RowStatus.OK.name.lower())
+
+    def elapsed_s(self, now: float) -> float:
+        """Seconds since the first engine was ready; 0 before."""
+        return 0.0 if self._first_ready is None else now - self._first_ready
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last commit, or, before one, since the first engine was ready."""
+        return now - self._last_commit if self._last_commit is not None else self.elapsed_s(now)
+
     def account(self, now: float) -> Account:
         """What is counted so far, with the workers that there are."""
         sums, restarts, lost, nodes = self._sums, self._restarts.copy(), dict(self._lost), dict(self._nodes)
@@ -264,11 +286,13 @@ class Tally:
         stalls = counters.get("engine_stalls", 0)
         restarts[Cause.ENGINE_STALLED] += stalls
         restarts[Cause.ENGINE_DIED] += max(0, counters.get("engine_starts", 1) - 1 - stalls)
-        lost[Loss.STARTS] += counters.get("start_s", 0.0)
         lost[Loss.OUTAGES] += counters.get("outage_s", 0.0)
         if worker.ready is None:
-            lost[Loss.CAPACITY] += now - worker.asked
+            arrived = now if worker.arrived is None else worker.arrived
+            lost[Loss.CAPACITY] += arrived - worker.asked
+            lost[Loss.STARTS] += now - arrived
         else:
+            lost[Loss.STARTS] += counters.get("start_s", 0.0)
             served = NodeAccount(engines=1, engine_s=now - worker.ready)
             nodes[worker.node] = nodes.get(worker.node, NodeAccount()) + served
 
@@ -278,6 +302,7 @@ class _Worker:
     """A worker as it was last heard of; times as of the tally."""
 
     asked: float
+    arrived: float | None = None
     ready: float | None = None
     node: str = ""
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)

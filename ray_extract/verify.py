@@ -38,12 +38,14 @@ from ray_extract.ledger import (
     manifest_columns,
     manifest_parts,
     read_manifest,
+    run_again,
     stored_columns,
     success_problems,
     take_retries,
 )
 from ray_extract.model import ModelShape, describe_model
 from ray_extract.plan import load_plan, read_rounds, show_bytes
+from ray_extract.progress import show_count
 from ray_extract.records import Receipt, RowStatus, Unit
 from ray_extract.shards.base import Shard
 from ray_extract.shards.image import FP8, TORCH_TO_CODE, Column, RowTable, row_table
@@ -131,13 +133,13 @@ class VerifyReport:
             *kinds,
             f"tokens    {self.tokens:,}, the states of {self.kept:,} are stored",
             f"shards    {self.committed:,} of {self.units:,}, {show_bytes(self.nbytes)}",
-            *([f"recompute {self.recomputed} rows with Transformers{part}"] if self.errors else []),
+            *([f"recompute {show_count(self.recomputed, 'row')} with Transformers{part}"] if self.errors else []),
             *([f"          {self.model_note}"] if self.errors and self.model_note else []),
             *(f"          {error}{'' if error.ok else '  <-- too far'}" for error in self.errors),
             *(f"PROBLEM   {problem}" for problem in self.problems),
-            *([f"          and {more:,} problems more"] if more else []),
+            *([f"          and {show_count(more, 'problem')} more"] if more else []),
             *self._remedies(),
-            "verified: everything agrees" if self.ok else f"NOT verified: {self.problem_count:,} problems",
+            "verified: everything agrees" if self.ok else f"NOT verified: {show_count(self.problem_count, 'problem')}",
         ]
 
     def _remedies(self) -> list[str]:
@@ -149,11 +151,10 @@ class VerifyReport:
             ]
         lines = [f"to mend   delete {layout.commit_key(unit)}" for unit in self.damaged[:MAX_PROBLEMS]]
         if len(lines) < len(self.damaged):
-            lines.append(f"          and those of {len(self.damaged) - len(lines):,} units more, once these are mended")
+            more = show_count(len(self.damaged) - len(lines), "unit")
+            lines.append(f"          and those of {more} more, once these are mended")
         if lines:
-            retried = any(layout.round_of_unit(unit) is not None for unit in self.damaged)
-            command = "run the job, and ray-extract retry-failed, again" if retried else "run the job again"
-            return [*lines, f"          and {command}, which extracts their rows anew"]
+            return [*lines, f"          and {run_again(self.damaged)}, which extracts their rows anew"]
         return ["to mend   run the job again, which writes the next manifest"] if self.stale else []
 
 
@@ -336,7 +337,8 @@ def _committed(ledger: Ledger, units: Sequence[Unit], rounds: Sequence[Unit], re
     ):
         missing = sorted(unit.unit for unit in part if unit.unit not in committed)
         if missing:
-            report.add(f"{len(missing)} units have no commit, such as {missing[0]}: {what}")
+            found = f"{show_count(len(missing), 'unit')} without a commit, such as {missing[0]}"
+            report.add(f"{found}: {what}")
     return done
 
 

@@ -339,7 +339,7 @@ class Schedule:
         for line in read_manifest(self.store).to_pylist():
             if line["status"] == "failed" and not line["reason"].startswith((*self.rejected.values(), *self.spoilt)):
                 self.problems.append(f"row {line['row']} failed: {line['reason']}")
-        self.command("ray_extract.cli", "retry-failed")
+        self.command("ray_extract", "retry-failed")
         assert self.driver is not None
         code = self.driver.wait(120)
         self.look()

@@ -37,12 +37,16 @@ class Engine:
     Args:
         tokens_per_s: it runs one unit after the other.
         flush_s: from a unit's last token to its receipt's being with the driver; other units run meanwhile.
-        start_s: until it is ready.
+        start_s: until it is ready, once it has its place.
+        wait_s: until it has that.
+        copy_s: of start_s, in which it copies its model.
     """
 
     tokens_per_s: float = 100.0
     flush_s: float = 0.0
     start_s: float = 0.0
+    wait_s: float = 0.0
+    copy_s: float = 0.0
     free_at: float = 0.0
     busy_s: float = 0.0
     idle_s: float = 0.0  # between units
@@ -78,6 +82,7 @@ class Engines:
         self._engines, self._clock, self._later, self._post, self._change = engines, clock, later, post, change
         self._unused = list(reversed(range(len(engines))))
         self._workers: dict[int, int] = {}  # the engine of each
+        self._placed: dict[int, float] = {}  # when each has its place
         self.attempts: list[tuple[int, str, str]] = []  # engine, unit and attempt of each lease
         self.calls: Counter[str] = Counter()
 
@@ -85,9 +90,10 @@ class Engines:
         """See fleet.Fleet."""
         engine = self._workers[worker] = self._unused.pop()
         self._engines[engine].free_at = 0.0
-        start_s = self._engines[engine].start_s
+        start_s, wait_s = self._engines[engine].start_s, self._engines[engine].wait_s
+        self._placed[worker] = self._clock() + wait_s
         info = {"version": "simulated", "node": "node", "start_s": start_s}
-        self._answer(worker, Call.START, (start_s, None), info)
+        self._answer(worker, Call.START, (wait_s + start_s, None), info)
 
     def extract(self, worker: int, lease: Lease, attempt: str) -> None:
         """See fleet.Fleet."""
@@ -104,11 +110,16 @@ class Engines:
 
     def poll(self, worker: int) -> None:
         """See fleet.Fleet."""
-        self._answer(worker, Call.POLL, (0.0, None), self._counters(worker))
+        seconds = max(0.0, self._placed[worker] - self._clock())
+        self._answer(worker, Call.POLL, (seconds, None), self._counters(worker, seconds))
+
+    def waiting(self) -> set[int]:
+        """See fleet.Fleet."""
+        return {worker for worker in self._workers if self._placed[worker] > self._clock()}
 
     def stop(self, worker: int) -> None:
         """See fleet.Fleet."""
-        self._answer(worker, Call.STOP, (0.0, None), self._counters(worker))
+        self._answer(worker, Call.STOP, (0.0, None), self._counters(worker, 0.0))
 
     def kill(self, worker: int) -> None:
         """See fleet.Fleet."""
@@ -118,8 +129,9 @@ class Engines:
         """One node, and no room in it."""
         return [Node("node", {"GPU": 8.0, "CPU": 4.0}, {"GPU": 0.0, "CPU": 3.0})]
 
-    def _counters(self, worker: int) -> dict[str, int]:
-        return {"tokens_captured": 0, "engine_starts": 1, "arena_used": 0}
+    def _counters(self, worker: int, seconds: float) -> dict[str, int]:
+        copying = self._clock() + seconds < self._placed[worker] + self._engines[self._workers[worker]].copy_s
+        return {"tokens_captured": 0, "engine_starts": not copying, "arena_used": 0, "copying": copying}
 
     def _answer(self, worker: int, call: Call | Lease, answer: Answer, value: Any) -> None:
         self.calls["lease" if isinstance(call, Lease) else call.name] += 1

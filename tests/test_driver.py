@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -30,6 +31,8 @@ from simulated import (
 )
 
 from ray_extract import cli, driver, run
+from ray_extract.fleet import Call, Event
+from ray_extract.ray_fleet import RayFleet, connect
 from ray_extract.run import prepare_run
 from ray_extract.store import open_store
 
@@ -324,6 +327,45 @@ def test_second_sigterm_ends_at_once_and_leaves_nothing(
     assert work.commits() == 0
 
 
+def test_ctrl_c_again_and_again_until_the_end_is_quiet_and_leaves_nothing(
+    tmp_path: Path, address: str, no_leftovers: Callable[[Work], list[int]]
+) -> None:
+    """While it drains, stops its workers, and while Ray shuts down."""
+    work = make_work(tmp_path, make_rows(4), address, engine=paced(1))
+    process = work.start()
+    no_leftovers(work)
+    progress = tmp_path / "out/progress.json"
+    until(lambda: progress.exists() and json.loads(progress.read_text())["tokens_captured"], "a token")
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    code, text = finish(process)
+    assert code == 3, text
+    assert "error: ended at once, on request" in text
+    assert "Traceback" not in text and "Exception ignored" not in text
+
+
+def test_workers_that_wait_for_their_place_are_told_from_those_that_have_one(tmp_path: Path, address: str) -> None:
+    work = make_work(tmp_path, make_rows(3), address, engine={"cpus": 1.5})  # of two
+    prepared = prepare_run(work.job())
+    connect(prepared.job)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    fleet = RayFleet(run._worker_setup(prepared, prepared.units), events.put)
+    try:
+        fleet.start(0)
+        assert events.get(timeout=WAIT_S).call is Call.START and not fleet.waiting()
+        fleet.start(1)
+        until(lambda: fleet.waiting() == {1}, "the second one to wait")
+        fleet.poll(0)
+        assert events.get(timeout=WAIT_S).worker == 0
+    finally:
+        fleet.kill(0)
+    until(lambda: not fleet.waiting(), "its turn")
+    event = events.get(timeout=WAIT_S)
+    fleet.kill(1)
+    assert (event.worker, event.call, event.error) == (1, Call.START, None)
+
+
 def test_rows_that_fail_are_zeroed_and_named_and_the_others_are_stored(
     tmp_path: Path, address: str, command: Command
 ) -> None:
@@ -394,8 +436,7 @@ def test_the_rate_of_a_run_leaves_out_the_end_of_its_workers(
     stop, worked = driver.Driver._stop_workers, []
 
     def stop_late(self: driver.Driver) -> None:
-        assert self._first_ready is not None
-        worked.append(time.monotonic() - self._first_ready)
+        worked.append(self.tally.elapsed_s(time.monotonic()))
         time.sleep(0.5)
         stop(self)
 

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from simulated_fleet import NEVER, Answer, Drive, Engine, make_units
 
@@ -98,7 +99,7 @@ def test_the_slower_of_two_attempts_is_dropped_and_its_failure_does_not_count(
 
 
 def test_the_run_begins_with_the_engines_that_are_there_and_takes_those_that_join() -> None:
-    engines = [Engine(), Engine(start_s=50), Engine(start_s=100), Engine(start_s=1e6)]
+    engines = [Engine(), Engine(wait_s=50), Engine(wait_s=100), Engine(wait_s=1e6)]
     drive = Drive(make_units(*[100] * 200), engines)
     drive()
     assert [engine.units for engine in engines] == pytest.approx([117, 67, 17, 0], abs=2)
@@ -191,6 +192,24 @@ def test_units_of_a_worker_that_died_go_to_those_that_wait() -> None:
     assert drive().serving_s < 8
 
 
+@pytest.mark.parametrize("node_left", [False, True])
+def test_workers_that_die_as_soon_as_they_are_ready_are_replaced_with_growing_pauses(node_left: bool) -> None:
+    """Until one has extracted a unit; what leaves with its node is not to blame."""
+    starts: list[float] = []
+
+    def die(engine: int, call: Call | Lease, answer: Answer) -> Answer:
+        starts.extend([drive.time.now - BEGAN] * (engine == 0 and call is Call.START))
+        # The eighth worker lives for half a minute, and the eleventh to the end.
+        dies = len(starts) < 8 or (len(starts) < 11 and drive.time.now - BEGAN > starts[7] + 30)
+        return (0.1, Death("its actor died", node_left)) if engine == 0 and isinstance(call, Lease) and dies else answer
+
+    drive = Drive(make_units(*[1000] * 40), [Engine(), Engine()], die, run={"max_attempts": 100})
+    drive()
+    pauses = [0, 0, 0, 0, 0, 0, 0] if node_left else [2, 4, 8, 16, 32, 60, 60]
+    assert np.diff(starts[:8]) == pytest.approx([pause + 0.1 for pause in pauses], abs=0.6)
+    assert np.diff(starts[8:11]) == pytest.approx([0.1, 0.1] if node_left else [2.1, 4.1], abs=0.6)
+
+
 def test_a_worker_that_answers_nothing_any_more_is_replaced() -> None:
     def hang(_: int, call: Call | Lease, answer: Answer) -> Answer:
         silent = drive.driver._made == 1 and drive.time.now > BEGAN + 20
@@ -200,6 +219,43 @@ def test_a_worker_that_answers_nothing_any_more_is_replaced() -> None:
     account = drive()
     assert account.restarts == {"worker did not answer": 1} and len(drive.commits.receipts) == 8
     assert 60 < account.serving_s < 80 + 60 + 30 + 10  # it is asked every five seconds
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_worker_that_hangs_while_it_starts_is_replaced_and_one_that_waits_for_its_place_is_not(
+    answers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole process hangs, or only what starts the engine."""
+    starts = 0
+
+    def hang(engine: int, call: Call | Lease, answer: Answer) -> Answer:
+        nonlocal starts
+        starts += engine == 0 and call is Call.START
+        hangs = call is Call.START or (call is Call.POLL and not answers)
+        return (NEVER, None) if engine == 0 and starts <= 2 and hangs else answer
+
+    engines = [Engine(), Engine(), Engine(wait_s=1e6)]
+    drive = Drive(make_units(*[1000] * 60), engines, hang, engine={"start_timeout_s": 100})
+    account = drive()
+    assert account.restarts == {"worker did not start": 2} and len(drive.commits.receipts) == 60
+    # The time-out, a minute more, a look every five seconds, and then pauses.
+    assert drive.time.now - BEGAN == pytest.approx((600 + 2 * 165 + 2 + 4) / 2 + 2.5, abs=15)
+    assert engines[0].units > 5 and engines[2].units == 0
+    said = "was not ready after 16"
+    assert [said in r.message and "start_timeout_s = 100" in r.message for r in caplog.records].count(True) == 2
+    lost = account.lost_s["engine starts"] if answers else account.lost_s["nodes and workers that did not come"]
+    assert lost > 2 * 160
+
+
+def test_a_worker_that_waited_long_for_its_place_is_not_taken_for_one_that_hangs() -> None:
+    engines = [Engine(), Engine(wait_s=1000)]
+    drive = Drive(make_units(*[1000] * 200), engines, engine={"stall_timeout_s": 60}, run={"progress_s": 0.1})
+    assert not drive().restarts and engines[1].units > 40
+
+
+def test_a_worker_that_copies_its_model_may_take_longer_than_an_engine_may_to_start() -> None:
+    drive = Drive(make_units(*[100] * 5), [Engine(start_s=500, copy_s=450)], engine={"start_timeout_s": 60})
+    assert not drive().restarts
 
 
 def test_an_engine_that_died_does_not_count_as_one_that_serves() -> None:
@@ -215,7 +271,7 @@ def test_an_engine_that_died_does_not_count_as_one_that_serves() -> None:
 
 def test_what_is_missing_is_said_while_engines_wait(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    drive = Drive(make_units(*[100] * 100), [Engine(), Engine(start_s=1e6)])
+    drive = Drive(make_units(*[100] * 100), [Engine(), Engine(wait_s=1e6)])
     drive()
     said = [record.message for record in caplog.records if "wait for capacity" in record.message]
     assert len(said) == 3  # in 100 seconds

@@ -15,7 +15,7 @@ from simulated import HIDDEN, arenas, hosts, make_rows, make_work, until
 from ray_extract.engine.process import EngineProcess
 from ray_extract.engine.simulated import simulated_states
 from ray_extract.errors import ArenaError, EngineDied
-from ray_extract.extractor import Extractor, ExtractorSetup, canary_table, unfit_reason
+from ray_extract.extractor import Extractor, ExtractorSetup, Watch, canary_table, unfit_reason
 from ray_extract.layout import RequestId, parse_rid
 from ray_extract.records import RowFailure, RowStatus
 from ray_extract.shards.image import lay_out, row_table
@@ -130,6 +130,41 @@ def test_an_engine_that_answers_but_captures_nothing_is_restarted_and_only_the_r
     wanted = [simulated_states(np.array(r, np.int32), 0, 4, HIDDEN, "BF16")[0] for r in rows]
     wanted[2].zero_()
     assert states["state.2"].equal(torch.cat(wanted))
+
+
+def test_a_data_parallel_rank_that_hangs_is_found_while_the_others_work(tmp_path: Path) -> None:
+    hang = 1
+    rows = [[7] * 60 for _ in range(16)]
+    rows[9][0] = hang  # the second row of the second rank
+    engine = {
+        "dp_size": 2,
+        "chunked_prefill_size": 16,
+        "args": {"hang_token": hang, "tokens_per_s": 60},
+        "stall_timeout_s": 1.5,
+    }
+    work = make_work(tmp_path, rows, engine=engine, run={"max_engine_deaths": 1})
+    extractor = Extractor(setup(work.job().model_dump(mode="json"), tmp_path))
+    extractor.start()
+    try:
+        failures, _ = capture(extractor, rows)
+        assert extractor.progress()["engine_stalls"] == 1
+    finally:
+        extractor.stop()
+    # What the engine had when it was killed: of eight seconds' work the first rank had done some.
+    first, second = (set(failures) & set(ranks) for ranks in (range(8), range(8, 16)))
+    assert 3 <= len(first) < 8 and second >= set(range(9, 16))
+
+
+def test_of_several_ranks_only_those_with_rows_in_flight_are_watched() -> None:
+    watch = Watch(10)
+    assert watch.look(0, [5, 5, 0], {0, 1}) is None
+    assert watch.look(9, [6, 5, 0], {0, 1}) is None
+    assert watch.look(11, [7, 5, 0], {0, 1}) == 1
+    assert watch.look(12, [7, 5, 0], {0, 1}) is None, "it begins anew with another engine"
+    assert watch.look(29, [7, 6, 0], {1}) is None
+    assert watch.look(30, [7, 6, 0], {1, 2}) is None
+    assert watch.look(38, [7, 7, 0], {1, 2}) is None
+    assert watch.look(41, [7, 7, 0], {1, 2}) == 2, "it has been busy since 29"
 
 
 def test_a_stopped_engine_is_restarted_and_no_row_is_lost(tmp_path: Path) -> None:

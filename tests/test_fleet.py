@@ -1,5 +1,8 @@
 """What is missing for an engine, and what Ray's errors mean; starts that fail."""
 
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import ray.exceptions
 from simulated import make_work
 from simulated_fleet import make_units
 
-from ray_extract import run
+from ray_extract import ray_fleet, run
 from ray_extract.errors import EngineError, Exit, StoreError
 from ray_extract.fleet import Death, Node, shortage
 from ray_extract.ray_fleet import connect, translate
@@ -86,6 +89,20 @@ def test_pauses_grow_to_a_minute_and_begin_anew_once_the_engine_started() -> Non
     assert starts.pause_s(7) == 2 and starts.failed(7, serving=0, for_good=True) is Start.AGAIN
 
 
+def test_pauses_grow_while_nothing_comes_of_starts_and_the_engine_is_not_given_up_for_it() -> None:
+    starts = Starts(2)
+    pauses = []
+    for _ in range(2000):
+        starts.ready(0)
+        starts.useless(0)
+        pauses.append(starts.pause_s(0))
+    assert pauses[:7] == [2, 4, 8, 16, 32, 60, 60] and pauses[-1] == 60
+    assert starts.failed(0, serving=0, for_good=False) is Start.AGAIN and starts.pause_s(1) == 2
+    starts.ready(0)
+    starts.useful(0)
+    assert starts.pause_s(0) == 2
+
+
 def test_a_run_without_any_engine_left_stops() -> None:
     starts = Starts(2)
     for engine in (0, 1):
@@ -116,3 +133,29 @@ def test_a_ray_that_does_not_start_is_a_reason_to_run_again(tmp_path: Path, monk
     with pytest.raises(EngineError, match=r"Ray did not start .* timed out during startup.*run the same") as raised:
         connect(make_work(tmp_path, [[1]], "local").job())
     assert raised.value.exit_code == Exit.STOPPED
+
+
+@pytest.mark.parametrize("address", ["local", "127.0.0.1:1"])
+def test_the_handler_of_sigterm_that_ray_sets_is_not_ours(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the process with 15, in the middle of a manifest too."""
+    struck = False
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        if struck:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ray.init", init)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr(ray_fleet, "_running_cluster", lambda named: None if named == "local" else named)
+    job = make_work(tmp_path, [[1]], address).job()
+    with run.interruptible():
+        ours = signal.getsignal(signal.SIGTERM)
+        connect(job)
+        assert signal.getsignal(signal.SIGTERM) is ours
+        struck = True
+        with pytest.raises(KeyboardInterrupt):
+            connect(job)
+        assert signal.getsignal(signal.SIGTERM) is ours

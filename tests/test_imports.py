@@ -19,7 +19,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("capture",),  # runs inside SGLang
     ("shards.image",),
     ("store", "s3"),
-    ("config",),
+    ("config", "progress"),
     ("staging",),
     ("model", "tensors", "checkpoint", "presets"),
     ("dataset",),
@@ -28,13 +28,16 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("head", "counts", "views", "cost"),
     ("engine",),
     ("extractor",),
-    ("worker", "leases", "metrics", "progress", "readers", "tally", "starts"),
+    ("leases", "readers", "tally", "starts"),
+    ("metrics",),
+    ("worker",),
     ("fleet",),
     ("verify", "exporters", "status", "summary"),
     ("driver", "ray_fleet", "submit"),
     ("run", "prestop", "alerts"),
     ("manifests",),
     ("cli",),
+    ("__main__",),
 )
 CAPTURE_NEEDS = {"numpy", "torch", "triton", "sglang"}
 

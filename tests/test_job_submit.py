@@ -35,7 +35,7 @@ def url() -> Iterator[str]:
 def start(work: Work, url: str, *args: str) -> "subprocess.Popen[str]":
     """ray-extract submit."""
     return subprocess.Popen(
-        [sys.executable, "-m", "ray_extract.cli", "submit", "--address", url, "--python", sys.executable, *args],
+        [sys.executable, "-m", "ray_extract", "submit", "--address", url, "--python", sys.executable, *args],
         cwd=work.folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

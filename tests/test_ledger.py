@@ -217,12 +217,25 @@ def test_another_environment_is_only_warned_about(caplog: pytest.LogCaptureFixtu
     ]
 
 
-@pytest.mark.parametrize("content", [b"{}", b"not json", b'{"version": 2}', b"[]", b'{"version": 1, "identity": {}}'])
-def test_a_run_of_another_release_is_refused(content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b'{"version": 2}', r"out/run\.json: version 2; this release reads 1\. Choose another output\.url"),
+        *(
+            (
+                content,
+                r"out/run\.json, which says whose output this is, is damaged: put it back .* or, .* delete it and run",
+            )
+            for content in (b"", b"{}", b'{"version": 1, "ide', b"[]", b'{"version": 1, "identity": {}}')
+        ),
+    ],
+)
+def test_a_run_that_is_damaged_or_of_another_release_is_refused_with_the_way_out(content: bytes, told: str) -> None:
     store = memory()
     store.put(layout.RUN_KEY, content)
-    with pytest.raises(IdentityMismatch, match="this release reads 1"):
-        Ledger(store).claim(identity(), ENVIRONMENT)
+    for ask in (lambda: Ledger(store).claim(identity(), ENVIRONMENT), Ledger(store).identity):
+        with pytest.raises(IdentityMismatch, match=told):
+            ask()
 
 
 # Commits

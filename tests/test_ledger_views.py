@@ -10,7 +10,7 @@ import pytest
 from outputs import Output, check_rows, claim, commit_unit, make_output, retry, split, write_views
 from watched import WatchedStore
 
-from ray_extract import layout, run
+from ray_extract import cli, layout, run
 from ray_extract.dataset.prepared import RowLength
 from ray_extract.errors import PlanError, ShardError
 from ray_extract.ledger import Ledger, Totals, latest_manifest, read_manifest
@@ -155,10 +155,7 @@ def test_status_says_that_commits_are_newer_than_the_manifest(tmp_path: Path) ->
         commit_unit(output, unit)
     status = run_status(output.store)
     assert (status.newer, status.rows_failed, status.state) == (1, 2, "complete")
-    assert (
-        status.lines()[-1]
-        == "manifest    manifest-000000.parquet (1 commits came after it; the next one will have them)"
-    )
+    assert status.lines()[-1] == "manifest    manifest-000000.parquet (1 commit came after it, for the next one)"
     write_views(output)
     assert (run_status(output.store).newer, run_status(output.store).rows_failed) == (0, 0)
 
@@ -217,6 +214,72 @@ def test_what_is_damaged_is_named_with_the_command_that_extracts_it_again(
         again(output, LocalStore(output.url))
     command = "run ray-extract retry-failed again" if again_ else "run the job again"
     assert re.search(rf"to extract its rows again, delete commits/{name}\.json and {command}$", str(caught.value))
+
+
+@pytest.mark.parametrize("way", ["before", "after"])
+def test_shards_that_are_gone_are_named_together_and_before_anything_is_extracted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """In a run that goes on, by one listing; where nothing is left to extract, before the manifest."""
+    left = ["u00000049"] if way == "before" else []
+    output = make_output(tmp_path, lengths=[3] * 50, rows_per_unit=1, leave_out=left)
+    shards = Path(output.url, "shards")
+    extracted: list[str] = []
+
+    def extract(_: run.Prepared, done: set[str], todo: list[Unit], sofar: run._Sofar) -> None:
+        extracted.extend(unit.unit for unit in todo)
+        for unit in todo:
+            commit_unit(output, unit)
+
+    monkeypatch.setattr(run, "_extract", extract)
+    for number in range(25):
+        next(shards.glob(f"u{number:08d}.*")).unlink()
+    named: list[str] = []
+    for count in (25, 5):
+        store = WatchedStore(output.url)
+        with pytest.raises(ShardError) as caught:
+            again(output, store)
+        first, *lines = str(caught.value).splitlines()
+        assert f": {count} committed shards are missing or damaged; to extract their rows again, delete their" in first
+        assert [line[:13] for line in lines[20:]] == ["  and 5 more,"][: count > 20]
+        assert way == "after" or (store.asked["list shards"], store.asked["get commits"]) == (1, 0)
+        keys = [line.partition(": delete ")[2] for line in lines[:20]]
+        for key in keys:
+            output.store.delete(key)
+        named += keys
+    assert named == [layout.commit_key(f"u{number:08d}") for number in range(25)] and not extracted
+    assert again(output, output.store)[1].ok == 50
+    assert extracted == [f"u{number:08d}" for number in range(25)] + left
+
+
+def test_a_plan_that_is_gone_from_under_its_commits_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = make_output(tmp_path)
+    output.store.delete(layout.PLAN_KEY)
+    for command in ("status", "verify"):
+        assert cli.main([command, output.url]) == 2
+        told = "plan/plan.json is missing, and units are committed (3); put it back, or run the job again, which plans"
+        assert told in capsys.readouterr().err
+
+
+def test_a_manifest_that_is_damaged_or_gone_is_made_again_by_the_next_run(tmp_path: Path) -> None:
+    output = make_output(tmp_path)
+    path = Path(output.url, "manifest-000000.parquet")
+    path.write_bytes(path.read_bytes()[:-20])
+    output.store.delete(layout.SUCCESS_KEY)
+    for read in (run_status, read_manifest):
+        with pytest.raises(
+            ShardError,
+            match=r"manifest-000000\.parquet: damaged: .*; run the job again, which writes the next manifest$",
+        ):
+            read(output.store)
+    assert again(output, output.store)[0] == "manifest-000001.parquet"
+    assert run_status(output.store).state == "complete"
+    for number in (0, 1):
+        output.store.delete(layout.manifest_key(number))
+    assert "complete, and commits or manifests are gone; run it again" in run_status(output.store).lines()[0]
+    assert again(output, output.store)[0] == "manifest-000000.parquet" and verify(output.url).ok
 
 
 def test_a_commit_of_a_round_that_is_gone_is_named_with_what_may_be_done(tmp_path: Path) -> None:

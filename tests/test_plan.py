@@ -334,7 +334,7 @@ KIMI = PlanSummary(
                 "hours     0.08 at 1,000 tokens/s an engine",
             ],
         ),
-        ({"device": "cpu"}, Rates(gpu_hour=2.0), ["/dev/shm  3.22 GB (3.00 GiB) for each of 1 engines"]),
+        ({"device": "cpu"}, Rates(gpu_hour=2.0), ["/dev/shm  3.22 GB (3.00 GiB) for the engine"]),
     ],
 )
 def test_what_a_plan_takes_follows_from_rates_and_prices(engine, rates, lines):

@@ -214,7 +214,7 @@ def old_manifest(output: Output, unit: Unit) -> None:
     ("harm", "found"),
     [
         (damage, "r0001-00000000.*row 1: state.3 differ from what was captured"),
-        (remove_commit, "1 units have no commit, such as r0001-00000000: the retry round is not finished"),
+        (remove_commit, "1 unit without a commit, such as r0001-00000000: the retry round is not finished"),
         (remove_round, "commits/r0001-00000000.json: the plan has no such unit"),
         (old_manifest, "manifest: row 4: status, reason, unit, shard.* not as in plan and commits"),
     ],
@@ -227,7 +227,7 @@ def test_verify_finds_what_is_wrong_with_a_round(tmp_path: Path, harm: Any, foun
     harm(output, unit)
     report = verify(output.url)
     assert any(re.search(found, problem) for problem in report.problems), report.problems
-    mends = [line for line in report.lines() if "retry-failed, again, which extracts their rows anew" in line]
+    mends = [line for line in report.lines() if "retry-failed again, which extracts their rows anew" in line]
     assert len(mends) == (harm is damage)
 
 
@@ -332,7 +332,7 @@ def test_two_that_retry_at_once_are_harmless(broken: Work) -> None:
             [
                 sys.executable,
                 "-m",
-                "ray_extract.cli",
+                "ray_extract",
                 "retry-failed",
                 *broken.args(MENDED, "engine.args.tokens_per_s=50"),
             ],
@@ -361,3 +361,7 @@ def test_a_run_that_is_not_complete_or_not_there_is_refused_and_left_as_it_is(
     assert not list((tmp_path / "out/plan").glob("retry-*"))
     with pytest.raises(IdentityMismatch, match=r"capture\.final: run has true"):
         run.retry_failed(work.job("capture.final=false"))
+    open_store(work.url).put("commits/u00000000.json", b"{}")
+    (tmp_path / "out/plan/plan.json").unlink()
+    assert cli.main(["retry-failed", *work.args()]) == 2
+    assert "plan/plan.json is missing, and units are committed (1); put it back" in capsys.readouterr().err

@@ -82,6 +82,61 @@ def test_mistake_does_not_wait_for_ray_or_torch(tmp_path: Path) -> None:
     assert len(lines_of(ended.stderr)) == 1
 
 
+# Sends a signal when a module is imported.
+_STRIKE = """
+import os, signal, sys, time
+
+class Strike:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.{signal})
+            time.sleep(60)
+
+sys.meta_path.insert(0, Strike())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "module"),
+    [
+        ("ray_extract.run", "SIGTERM", "ray_extract.config"),
+        ("ray_extract.run", "SIGINT", "ray_extract.config"),
+        ("ray_extract.run", "SIGTERM", "ray"),
+        ("ray_extract run", "SIGTERM", "ray_extract.config"),
+    ],
+)
+def test_a_signal_before_the_first_line_of_the_log_says_how_to_go_on(
+    command: str, name: str, module: str, tmp_path: Path
+) -> None:
+    """While modules are imported, which takes most of the time until then."""
+    work = make_work(tmp_path, make_rows(3))
+    (tmp_path / "sitecustomize.py").write_text(_STRIKE.format(module=module, signal=name))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, "-m", *command.split(), *work.args()],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert lines_of(ended.stderr) == ["error: ended at once, on request; run the same command again to go on"]
+
+
+def test_a_signal_while_the_process_ends_changes_neither_its_code_nor_what_it_said() -> None:
+    """As while Ray shuts down, which it does at Python's exit."""
+    program = (
+        "import atexit, os, signal, time; from ray_extract.console import leave\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.{name}), time.sleep(60)))\n"
+        "print('all is said', flush=True); leave({code})"
+    )
+    for name, code in (("SIGINT", 3), ("SIGTERM", 0)):
+        ended = subprocess.run(
+            [sys.executable, "-c", program.format(name=name, code=code)], capture_output=True, text=True, timeout=50
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (code, "all is said\n", "")
+
+
 def test_address_without_a_cluster_is_refused_at_once(tmp_path: Path) -> None:
     work = make_work(tmp_path, make_rows(3))
     (port,) = free_ports(1)
@@ -150,7 +205,7 @@ def test_sweep_lists_what_lost_and_deletes_only_when_asked(tmp_path: Path, capsy
     assert cli.main(["sweep", output.url]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].split()[:2] == ["lost", "shards/u00000000.late.safetensors"] and len(out) == 2
-    assert "1 shards" in out[1] and "--delete" in out[1] and sorted(shards.iterdir()) == before
+    assert "1 shard, " in out[1] and "--delete" in out[1] and sorted(shards.iterdir()) == before
     assert cli.main(["sweep", output.url, "--delete"]) == 0
     assert set(before) - set(shards.iterdir()) == {shards / "u00000000.late.safetensors"}
     capsys.readouterr()
@@ -260,7 +315,7 @@ def test_a_command_whose_reader_left_ends_as_it_would_have(args: str, code: int,
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(
-        [sys.executable, "-m", "ray_extract.cli", *args.format(url=url, damaged=damaged).split()],
+        [sys.executable, "-m", "ray_extract", *args.format(url=url, damaged=damaged).split()],
         stdout=writer,
         stderr=subprocess.PIPE,
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},

@@ -90,7 +90,7 @@ def test_readers_verify_and_sweep_take_a_split_unit_for_its_parts(tmp_path: Path
     assert orphans(output.store) == []
     first, second = split(output, whole)
     (problem,) = verify(output.url).problems
-    assert problem.startswith("2 units have no commit, such as u00000000.0: the run is not finished")
+    assert problem.startswith("2 units without a commit, such as u00000000.0: the run is not finished")
     for unit in (*split(output, first), second):
         commit_unit(output, unit, failed=[1])
     write_views(output)

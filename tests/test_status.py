@@ -10,8 +10,8 @@ from outputs import Output, make_output
 
 from ray_extract import cli
 from ray_extract.errors import NotFound, PlanError, ShardError
-from ray_extract.layout import PLAN_KEY, PROGRESS_KEY, SUCCESS_KEY, UNITS_KEY
-from ray_extract.ledger import latest_manifest
+from ray_extract.layout import PLAN_KEY, PROGRESS_KEY, SUCCESS_KEY, commit_key
+from ray_extract.ledger import Ledger, latest_manifest
 from ray_extract.progress import TIME_FORMAT
 from ray_extract.status import SILENT_S, run_status, state_of
 
@@ -141,7 +141,8 @@ def test_a_run_without_a_plan_and_one_with_a_damaged_one(tmp_path: Path) -> None
     with pytest.raises(PlanError, match="is damaged"):
         run_status(output.store)
     output.store.delete(PLAN_KEY)
-    output.store.delete(UNITS_KEY)
+    for unit in Ledger(output.store).committed_units():
+        output.store.delete(commit_key(unit))
     assert run_status(output.store).lines()[0] == "state       planning: it has begun, and has no plan yet"
     output.store.delete("run.json")
     with pytest.raises(NotFound, match=r"no run\.json there; not the output of a run, or none has begun"):

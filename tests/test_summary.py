@@ -34,6 +34,7 @@ from ray_extract.errors import (
 )
 from ray_extract.layout import drive_key
 from ray_extract.ledger import Totals
+from ray_extract.progress import show_count
 from ray_extract.store import open_store
 from ray_extract.summary import Summary, read_drives, write_summary
 from ray_extract.tally import Account, Cause, NodeAccount
@@ -71,7 +72,7 @@ def test_the_table_says_what_is_of_this_run_and_what_of_all() -> None:
         "  retries   0",
         "  restarts  0",
         "  lost      0m30s engine starts",
-        "all 2 runs; 1 did not say how they ended",
+        "all 2 runs; 1 did not say how it ended",
         "  speed     100 tokens/s, 12,000 tokens in 120 s, 2.10 MB (2.00 MiB)",
         "  node      a: 100 tokens/s an engine, 3 engines",
         "  retries   1   (1 x worker died)",
@@ -81,6 +82,18 @@ def test_the_table_says_what_is_of_this_run_and_what_of_all() -> None:
         "next        ray-extract verify /out",
         "retry       ray-extract retry-failed, with the arguments of this command",
     ]
+
+
+def test_one_is_not_said_as_many() -> None:
+    one = dataclasses.replace(ONE, nodes={"a": NodeAccount(1, 60.0, 3, 6000)})
+    lines = dataclasses.replace(DONE, this=Account(), whole=one, unfinished=0).lines("/out")
+    assert "speed       nothing was left to extract" in lines and "the run before" in lines
+    assert "  node      a: 100 tokens/s an engine, 1 engine" in lines
+    assert (show_count(1, "unit"), show_count(0, "unit"), show_count(2000, "unit")) == (
+        "1 unit",
+        "0 units",
+        "2,000 units",
+    )
 
 
 def test_of_many_nodes_the_middle_and_the_ends_are_shown() -> None:
@@ -187,5 +200,6 @@ def test_units_given_up_are_an_outage_if_only_the_store_failed(
     monkeypatch.setattr(driver.Driver, "run", drive)
     assert run.main(make_work(tmp_path, make_rows(4)).args()) == code
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert f"{len(units)} units were given up" in summary["reason"]
+    given_up = {1: "1 unit given up after 3 attempts", 2: "2 units given up after 3 attempts"}[len(units)]
+    assert given_up in summary["reason"]
     assert sum(summary["this_run"]["retries"].values()) == len(units)

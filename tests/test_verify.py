@@ -188,7 +188,7 @@ def other_hidden(out, output):
         (cut_shard, "shards/u00000001"),
         (remove_shard, "shards/u00000001.*no such shard"),
         (swap_shards, r"u00000000.*row\[0\] is 3, 0 prepared"),
-        (remove_commit, "1 units have no commit, such as u00000001: the run is not finished; run it again"),
+        (remove_commit, "1 unit without a commit, such as u00000001: the run is not finished; run it again"),
         (damage_commit, "commits/u00000001.json: not a commit"),
         (strange_commit, "commits/u00000099.json: the plan has no such unit"),
         (wrong_size, "u00000000.*bytes: .* expected"),
@@ -241,7 +241,7 @@ def test_an_unfinished_run_is_counted_as_far_as_it_is(tmp_path):
     report = verify(make_output(tmp_path, leave_out=["u00000002"]).url)
     assert (report.committed, report.units, report.rows_ok) == (2, 3, 4)
     assert report.problems == [
-        "1 units have no commit, such as u00000002: the run is not finished; run it again",
+        "1 unit without a commit, such as u00000002: the run is not finished; run it again",
     ]
 
 

@@ -56,12 +56,12 @@ def test_it_has_the_package_the_command_and_the_plugin_and_nothing_else(site: Pa
     )
     file, entries = python(site, tmp_path, "-c", code).splitlines()
     assert Path(file).parent == site / "ray_extract"
-    assert sorted(entries.split()) == ["ray_extract.capture.plugin:register", "ray_extract.cli:main"]
+    assert sorted(entries.split()) == ["ray_extract.__main__:main", "ray_extract.capture.plugin:register"]
 
 
 def test_it_makes_manifests(site: Path, tmp_path: Path) -> None:
     job = ROOT / "deploy/jobs/qwen3-8b_8xh100.yaml", "--model-config", ROOT / "tests/model_configs/qwen3-8b"
-    made = python(site, tmp_path, "-m", "ray_extract.cli", "manifests", "--config", *map(str, job))
+    made = python(site, tmp_path, "-m", "ray_extract", "manifests", "--config", *map(str, job))
     assert "kind: RayJob" in made and "kind: PrometheusRule" in made
 
 

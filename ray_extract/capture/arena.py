@@ -347,6 +347,11 @@ class Arena:
         """What the writers counted, summed: see COUNTERS; times in microseconds."""
         return dict(zip(COUNTERS, self.control.counters.sum(axis=0).tolist(), strict=True))
 
+    def tokens_by_writer(self) -> list[int]:
+        """Tokens that each writer ever had in a forward pass."""
+        found: list[int] = self.control.counters[:, COUNTERS.index("tokens")].tolist()
+        return found
+
     @property
     def used_bytes(self) -> int:
         """Bytes in extents now."""

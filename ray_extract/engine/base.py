@@ -109,9 +109,9 @@ def open_engine(job: dict[str, Any]) -> Engine:
     """The engine that a job asks for; imports only that one."""
     parsed = Job.model_validate(job)
     if parsed.engine.kind == "simulated":
-        from ray_extract.engine.simulated import SimulatedEngine
+        from ray_extract.engine.simulated import SimulatedEngine, SimulatedRanks
 
-        return SimulatedEngine(parsed)
+        return SimulatedEngine(parsed) if parsed.engine.dp_size == 1 else SimulatedRanks(parsed)
     from ray_extract.engine.sglang import SGLangEngine
 
     return SGLangEngine(parsed)

@@ -4,6 +4,7 @@ It shows that plan, arena, driver and storage work; it says nothing about captur
 """
 
 import asyncio
+import dataclasses
 import os
 import signal
 from collections import deque
@@ -52,8 +53,9 @@ class SimulatedEngine:
     `nan_token` (gives NaN states), `hang_token` (no pass runs any more, but what is rejected still gets its answer).
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, rank: int = 0) -> None:
         check_simulated_args(job.engine.args)
+        self._rank = rank
         self._args = job.engine.args
         self._chunk = job.engine.chunked_prefill_size
         self._writer: Writer | None = None
@@ -66,7 +68,7 @@ class SimulatedEngine:
     async def start(self, folder: Path) -> EngineInfo:
         """See base.Engine."""
         arena = AttachedArena(folder)
-        self._writer = Writer(arena, 0, CpuCopier(arena))
+        self._writer = Writer(arena, self._rank, CpuCopier(arena))
         self._loop_task = asyncio.create_task(self._run())
         return EngineInfo("simulated", int(self._args.get("max_input_tokens", 1 << 20)), 1, {"engine": "simulated"})
 
@@ -147,3 +149,24 @@ class SimulatedEngine:
         for future in finished:
             future.set_result(Answer(True))
         return sum(counts)
+
+
+class SimulatedRanks:
+    """Data-parallel ranks: each is an engine of its own, and hangs alone."""
+
+    def __init__(self, job: Job) -> None:
+        self._ranks = [SimulatedEngine(job, rank) for rank in range(job.engine.dp_size)]
+
+    async def start(self, folder: Path) -> EngineInfo:
+        """See base.Engine."""
+        infos = [await rank.start(folder) for rank in self._ranks]
+        return dataclasses.replace(infos[0], dp_size=len(infos))
+
+    async def generate(self, rid: str, input_ids: Sequence[int], dp_rank: int | None, new_tokens: int) -> Answer:
+        """See base.Engine."""
+        return await self._ranks[dp_rank or 0].generate(rid, input_ids, None, new_tokens)
+
+    def abort(self, rids: Sequence[str]) -> None:
+        """See base.Engine."""
+        for rank in self._ranks:
+            rank.abort(rids)
