@@ -15,7 +15,7 @@ from ray_extract.cost import Rates, check_space, cost_lines
 from ray_extract.dataset.prepared import PreparedRows
 from ray_extract.errors import ConfigError, Exit, RayExtractError
 from ray_extract.ledger import Ledger, orphans
-from ray_extract.plan import estimate, load_or_make_plan, show_bytes
+from ray_extract.plan import estimate, load_or_make_plan, sample_units, show_bytes
 from ray_extract.presets import TARGETS
 from ray_extract.progress import show_count
 from ray_extract.status import run_status
@@ -147,8 +147,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_rates(command: argparse.ArgumentParser) -> None:
+    speed = command.add_mutually_exclusive_group()
+    text = "what one engine prefills in a second: gives bandwidth and hours"
+    speed.add_argument("--tokens-per-second", type=_positive, metavar="X", help=text)
+    text = "find that out: start an engine, on the Ray cluster or a local one, and extract N rows"
+    speed.add_argument("--trial", type=_from_one, metavar="N", help=text)
     for name, text in (
-        ("tokens-per-second", "what one engine prefills in a second: gives bandwidth and hours"),
         ("gpu-hour", "price of a GPU for an hour"),
         ("gb-month", "price of storing a GB for a month"),
     ):
@@ -167,16 +171,24 @@ def _plan(args: argparse.Namespace) -> int:
     # A plan for looking at claims no output.
     with run.interruptible(), tempfile.TemporaryDirectory(prefix="ray_extract-plan-") as folder:
         store = open_store(folder)
-        index, units = load_or_make_plan(store, job, shape, size)
+        index, units = load_or_make_plan(store, job, shape, size, identity="")  # of a folder that nobody else has
         summary = estimate(index, units, size)
         arena = job.run.arena_bytes or run.arena_size(units, job.run.units_in_flight)
-        rates = Rates(args.tokens_per_second, args.node_gpus, args.gpu_hour, args.gb_month)
         tell(
             f"model     {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden}, {shape.dtype}",
             f"captures  {', '.join([*map(str, boundaries), *(['final'] if job.capture.final else [])])}",
             *summary.lines(),
-            *cost_lines(job, summary, arena, rates),
         )
+        speed = args.tokens_per_second
+        if args.trial is not None:
+            from ray_extract.trial import try_out  # loads Ray and torch
+
+            some = sample_units(store, index, job, size, args.trial)
+            setup = run.extractor_setup(job, shape, boundaries, some)
+            trial = try_out(job, setup, PreparedRows(store, index), some)
+            tell(trial.line())
+            speed = trial.tokens_per_second
+        tell(*cost_lines(job, summary, arena, Rates(speed, args.node_gpus, args.gpu_hour, args.gb_month)))
         if args.skipped:
             for source, reason in PreparedRows(store, index).skipped():
                 tell(f"{source}  {reason}")

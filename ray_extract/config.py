@@ -157,8 +157,9 @@ class DatasetConfig(_Section):
     """Put the rows into a random order, so that each shard is a random sample; else they keep that of the input."""
     seed: NonNegativeInt = 0
     """Of what is random here."""
-    processes: PositiveInt = 1
-    """Processes of the driver's node that tokenize. The rows are the same whatever their number."""
+    processes: PositiveInt | Literal["cluster"] | None = None
+    """Processes of the driver's node that tokenize, or `cluster`: all CPUs of the Ray cluster do. When absent, these if
+    it has more than one node, else the driver alone. The rows are the same in any case."""
     storage_options: dict[str, Any] = Field(default_factory=dict, repr=False)
     """Passed to fsspec; prefer the environment for credentials."""
 

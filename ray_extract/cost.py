@@ -54,7 +54,7 @@ def cost_lines(job: Job, plan: PlanSummary, arena_bytes: int, rates: Rates) -> l
     if month is not None:
         lines.append(f"storage   {month:,.2f} a month at {rates.gb_month:g} a GB")
     if rates.gpu_hour is not None and job.num_gpus and hours is None:
-        lines.append("compute   not known without --tokens-per-second")
+        lines.append("compute   not known without --tokens-per-second or --trial")
     elif rates.gpu_hour is not None and job.num_gpus and hours is not None:
         gpu_hours = hours * job.engine.count * job.num_gpus
         lines.append(

@@ -22,6 +22,7 @@ DRIVES_PREFIX = "drives/"
 SHM_PREFIX = "ray_extract-"
 EXTENSIONS = {"raw": "safetensors", "parquet": "parquet"}
 
+_INPUT = "plan/input-"
 _COMMIT = re.compile(r"^commits/((?:u|r\d{4}-)\d{8}(?:\.\d+)*)\.json$")
 _SEGMENT = re.compile(r"^segments/((?:u|r\d{4}-)\d{8}(?:\.\d+)*)-([0-9a-f]{64})\.parquet$")
 _ROUND = re.compile(r"^plan/retry-(\d{4})\.json$")
@@ -33,6 +34,16 @@ _RID = re.compile(r"rx1\.([0-9a-z]+)\.([0-9]{4})\.([0-9]{6,})\.([0-9]{8})\.([0-9
 def rows_key(part: int) -> str:
     """Key of one part of the prepared rows."""
     return f"plan/rows-{part:06d}.parquet"
+
+
+def input_key(part: int) -> str:
+    """Key of one part of the rows in the order of the input, while the plan is made, where it has another order."""
+    return f"{_INPUT}{part:06d}.parquet"
+
+
+def is_input(key: str) -> bool:
+    """Whether a key is one of input_key."""
+    return key.startswith(_INPUT)
 
 
 def unit_id(number: int) -> str:

@@ -13,8 +13,7 @@ import pyarrow as pa
 
 from ray_extract import layout
 from ray_extract.config import Job
-from ray_extract.dataset.arrange import arrange
-from ray_extract.dataset.prepare import prepare
+from ray_extract.dataset.parts import OpenPool, discard_inputs, prepare_rows
 from ray_extract.dataset.prepared import (
     REPLAN,
     Lengths,
@@ -23,7 +22,6 @@ from ray_extract.dataset.prepared import (
     RowLength,
     put_table,
     read_table,
-    write_rows,
 )
 from ray_extract.errors import AlreadyExists, NotFound, PlanError
 from ray_extract.ledger import Ledger
@@ -125,6 +123,29 @@ def plan_retry(lengths: Iterable[Lengths], failed: Collection[int], number: int,
             plan_units((block.where(np.isin(block.row, wanted)) for block in lengths), **limits)
         )
     ]
+
+
+def sample_units(store: Store, index: RowIndex, job: Job, token_bytes: int, count: int) -> list[Unit]:
+    """Pack some usable rows, at even distances, into units, as plan_units packs all rows.
+
+    Args:
+        store, index: where the rows are, and what.
+        job: the job.
+        token_bytes: bytes of all states of one stored token.
+        count: of the rows; all if there are fewer.
+
+    Raises:
+        PlanError: see plan_units.
+    """
+    rows = PreparedRows(store, index)
+    wanted = np.unique((np.arange(count) + 0.5) / count * index.usable).astype(np.int64)
+    chosen: list[int] = []
+    passed = 0
+    for block in rows.lengths():
+        usable = block.row[block.usable]
+        chosen += usable[wanted[(wanted >= passed) & (wanted < passed + len(usable))] - passed].tolist()
+        passed += len(usable)
+    return plan_retry(rows.lengths(), set(chosen), 1, **_limits(job, token_bytes))
 
 
 def halve(unit: Unit, rows: Sequence[RowLength]) -> tuple[Unit, Unit]:
@@ -277,16 +298,25 @@ def show_bytes(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def load_or_make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> tuple[RowIndex, list[Unit]]:
+def load_or_make_plan(
+    store: Store,
+    job: Job,
+    shape: ModelShape,
+    token_bytes: int,
+    *,
+    identity: str | None = None,
+    pool: OpenPool | None = None,
+) -> tuple[RowIndex, list[Unit]]:
     """The stored plan of this output, or a new one made from the data set and stored.
 
     The plan counts once its last object, layout.PLAN_KEY, is there. Of two drivers that plan at once the first to
-    write it wins, and both go on with what it wrote.
+    write it wins, and both go on with what it wrote. What was prepared before a planning that ended is used.
 
     Args:
         store: the output.
         job, shape: what to plan.
         token_bytes: bytes of all states of one stored token.
+        identity, pool: see parts.prepare_rows.
 
     Raises:
         ConfigError, DatasetError: the data set cannot be prepared.
@@ -294,20 +324,19 @@ def load_or_make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: in
         StoreError: reading or writing failed.
     """
     if store.head(layout.PLAN_KEY) is None:
-        _make_plan(store, job, shape, token_bytes)
+        try:
+            index = prepare_rows(store, job, shape, identity, pool)
+            _make_plan(store, index, job, token_bytes)
+        except PlanError:
+            if store.head(layout.PLAN_KEY) is None:  # else another driver finished, and discarded its inputs
+                raise
+        discard_inputs(store, _plan_keys(store))
     return load_plan(store)
 
 
-def _make_plan(store: Store, job: Job, shape: ModelShape, token_bytes: int) -> None:
-    index = write_rows(store, arrange(prepare(job, shape), job.dataset), keep=job.capture.keep)
+def _make_plan(store: Store, index: RowIndex, job: Job, token_bytes: int) -> None:
     log.info("prepared %s, %d of them usable, %d tokens", show_count(index.rows, "row"), index.usable, index.tokens)
-    try:
-        units = _plan(store, index, job, token_bytes)
-    except PlanError:
-        # Nothing refers to these parts yet, and they would be in the way of the corrected job.
-        for part in range(len(index.starts)):
-            store.delete(layout.rows_key(part))
-        raise
+    units = _plan(store, index, job, token_bytes)
     write_units(store, units)
     text = json.dumps({"version": PLAN_VERSION, "rows": index.to_json(), "units": len(units)})
     try:

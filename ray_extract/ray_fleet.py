@@ -152,12 +152,7 @@ class RayFleet:
 
     def nodes(self) -> Sequence[Node]:
         """See fleet.Fleet."""
-        free = available_resources_per_node()
-        return [
-            Node(node["NodeName"], node["Resources"], free.get(node["NodeID"], {}))
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+        return list_nodes()
 
     def _ask(self, worker: int, call: Call | Lease, ref: Any) -> None:
         ref.future().add_done_callback(functools.partial(self._answer, worker, call))
@@ -186,15 +181,30 @@ def translate(error: BaseException) -> RayExtractError | Death:
     return Death(_first_line(error))
 
 
-def connect(job: Job) -> None:
+def list_nodes() -> list[Node]:
+    """The nodes of the connected cluster that are there now."""
+    free = available_resources_per_node()
+    return [
+        Node(node["NodeName"], node["Resources"], free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]
+    ]
+
+
+def connect(job: Job, *, start: bool = True) -> bool:
     """Connect to the Ray cluster of the job, or to the running one, or start a local one.
+
+    Args:
+        job: names it.
+        start: a local one where no other is.
+
+    Returns:
+        Whether it is connected.
 
     Raises:
         ConfigError: run.address (or RAY_ADDRESS) names no cluster that lets us in.
         EngineError: a local one did not start, as on a machine with too much to do.
     """
     if ray.is_initialized():
-        return
+        return True
     # Ray puts words of its own before each line of a worker, which are no JSON; the workers' own files have the lines.
     forwards = job.run.log_format == "text"
     address = _running_cluster(job.run.address or os.environ.get("RAY_ADDRESS"))
@@ -207,7 +217,9 @@ def connect(job: Job) -> None:
                 f"run.address = {address!r}: {_first_line(error)}; is it a Ray head of this version, and if it asks "
                 "for a token, are RAY_AUTH_MODE=token and RAY_AUTH_TOKEN set?"
             ) from None
-        return
+        return True
+    if not start:
+        return False
     cpus = max(os.cpu_count() or 1, math.ceil(job.engine.count * job.engine.cpus))
     try:
         with _our_sigterm():
@@ -223,6 +235,7 @@ def connect(job: Job) -> None:
         raise EngineError(
             f"Ray did not start on this machine: {_first_line(error)}; run the same command again to go on"
         ) from error
+    return True
 
 
 @contextlib.contextmanager
@@ -263,7 +276,7 @@ def _running_cluster(named: str | None) -> str | None:
     except (OSError, ValueError) as error:
         if named is not None:
             raise ConfigError(f"run.address = {named!r}: no Ray cluster answers there: {error}") from None
-        logger.warning("the last Ray cluster of this machine, %s, does not answer; starting a local one", address)
+        logger.warning("the last Ray cluster of this machine, %s, does not answer", address)
         return None
     return str(address)
 

@@ -37,6 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -45,6 +46,7 @@ from ray_extract import logs
 from ray_extract.capture.boundaries import resolve_boundaries
 from ray_extract.config import Job, load_job
 from ray_extract.dataset.chat import template_fingerprint
+from ray_extract.dataset.parts import Pool, Setup, here, identity_of, tokenizer_of
 from ray_extract.dataset.prepared import RowIndex
 from ray_extract.dataset.source import source_fingerprint
 from ray_extract.engine.base import check_engine
@@ -72,6 +74,7 @@ from ray_extract.tally import Account, Cause
 from ray_extract.views import write_views
 
 if TYPE_CHECKING:
+    from ray_extract.extractor import ExtractorSetup
     from ray_extract.worker import WorkerSetup
 
 logger = logging.getLogger(__name__)
@@ -175,8 +178,28 @@ def prepare_run(job: Job, *, begin: bool = True) -> Prepared:
     sources = source_fingerprint(job.dataset)
     template = template_fingerprint(job.model, job.dataset, shape.path)
     ledger.claim(run_identity(job, shape, boundaries, sources, template), _environment())
-    index, units = load_or_make_plan(store, job, shape, token_bytes(job, shape, boundaries))
+    index, units = load_or_make_plan(
+        store,
+        job,
+        shape,
+        token_bytes(job, shape, boundaries),
+        identity=identity_of(job, shape, sources, tokenizer_of(job, shape)),
+        pool=_pool,
+    )
     return Prepared(job, shape, boundaries, store, ledger, index, units, read_rounds(store))
+
+
+def _pool(setup: Setup, store: Store) -> AbstractContextManager[Pool]:
+    """Who prepares the data set, see dataset.processes."""
+    asked = setup.job.dataset.processes
+    if isinstance(asked, int):
+        return here(setup, store)
+    # At the point of use, as in _extract.
+    from ray_extract.ray_fleet import connect, list_nodes
+    from ray_extract.ray_prepare import cluster
+
+    connected = connect(setup.job, start=asked == "cluster")
+    return (cluster if asked == "cluster" or (connected and len(list_nodes()) > 1) else here)(setup, store)
 
 
 def run(job: Job) -> Summary:
@@ -361,26 +384,11 @@ def _extract(prepared: Prepared, done: set[str], todo: list[Unit], sofar: _Sofar
 
 
 def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
-    from ray_extract.extractor import ExtractorSetup
     from ray_extract.worker import WorkerSetup
 
     job, shape = prepared.job, prepared.shape
-    arena_bytes = job.run.arena_bytes or arena_size(todo, job.run.units_in_flight)
-    # For a worker these are the most; how many of them it gets the driver decides.
-    in_flight = {"units_in_flight": images_at_once(todo, job.run.units_in_flight, arena_bytes)}
-    workers_job = job.model_copy(update={"run": job.run.model_copy(update=in_flight)})
     return WorkerSetup(
-        extractor=ExtractorSetup(
-            job=workers_job.model_dump(mode="json"),
-            boundaries=prepared.boundaries,
-            dtype=TORCH_TO_CODE[shape.dtype],
-            hidden=shape.hidden,
-            num_layers=shape.num_layers,
-            vocab_size=shape.vocab_size,
-            arena_bytes=arena_bytes,
-            log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
-            fingerprint=shape.fingerprint,
-        ),
+        extractor=extractor_setup(job, shape, prepared.boundaries, todo),
         rows=prepared.index.to_json(),
         metadata={
             "model": shape.architecture,
@@ -392,6 +400,29 @@ def _worker_setup(prepared: Prepared, todo: Sequence[Unit]) -> "WorkerSetup":
             "ray_extract": ray_extract.__version__,
         },
         run=prepared.store.url,
+    )
+
+
+def extractor_setup(
+    job: Job, shape: ModelShape, boundaries: tuple[int, ...], units: Sequence[Unit]
+) -> "ExtractorSetup":
+    """What the extractors of a job need to know that have these units to extract."""
+    from ray_extract.extractor import ExtractorSetup
+
+    arena_bytes = job.run.arena_bytes or arena_size(units, job.run.units_in_flight)
+    # For a worker these are the most; how many of them it gets the driver decides.
+    in_flight = {"units_in_flight": images_at_once(units, job.run.units_in_flight, arena_bytes)}
+    workers_job = job.model_copy(update={"run": job.run.model_copy(update=in_flight)})
+    return ExtractorSetup(
+        job=workers_job.model_dump(mode="json"),
+        boundaries=boundaries,
+        dtype=TORCH_TO_CODE[shape.dtype],
+        hidden=shape.hidden,
+        num_layers=shape.num_layers,
+        vocab_size=shape.vocab_size,
+        arena_bytes=arena_bytes,
+        log_dir=str(Path(tempfile.gettempdir()) / "ray_extract-logs"),
+        fingerprint=shape.fingerprint,
     )
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_prepare import MemoryStore, ids, job, prepared
 
-from ray_extract.dataset.arrange import shuffled, without_duplicates
+from ray_extract.dataset.arrange import arrange, duplicates, shuffled
 from ray_extract.dataset.prepare import PreparedRow, chance, reason_kind, row_id
-from ray_extract.dataset.prepared import write_rows
+from ray_extract.dataset.prepared import PreparedRows, write_rows
 from ray_extract.errors import DatasetError
 
 
@@ -27,6 +27,14 @@ def skipped(index):
 
 def plain(row):
     return row.source, row.row_id, row.reason, row.input_ids.tolist(), row.loss_mask.tolist()
+
+
+def arranged(rows, **dataset):
+    """Rows that were stored, arranged."""
+    store = MemoryStore()
+    index = write_rows(store, rows, part_rows=7)
+    stored = PreparedRows(store, index)
+    return list(arrange(stored, job("x", **dataset).dataset, duplicates(stored.ids(), index.rows)))
 
 
 def reasons(rows):
@@ -62,7 +70,7 @@ def test_order_is_random_and_follows_the_seed():
 @settings(max_examples=40, deadline=None)
 @given(rows=ROWS)
 def test_of_equal_rows_the_first_is_kept_and_the_others_are_counted(rows):
-    found = list(without_duplicates(iter(rows)))
+    found = arranged(rows, dedup=True)
     assert [(r.index, r.source) for r in found] == [(r.index, r.source) for r in rows]
     seen = set()
     for before, after in zip(rows, found, strict=True):
@@ -79,7 +87,8 @@ def test_rows_wait_outside_memory():
             yield row(index, np.full(50_000, index % 390))
 
     tracemalloc.start()
-    found = sum(r.reason is None for r in shuffled(without_duplicates(rows()), 0))
+    again = duplicates(((r.index, r.row_id) for r in rows()), 400)
+    found = sum(r.reason is None for r in shuffled((r for r in rows() if not again[r.index]), 0))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == 390

@@ -1,5 +1,7 @@
 """Conversations become ids and masks: what is supervised is what the model would have said, or the row says why not."""
 
+import unicodedata
+
 import numpy as np
 import pytest
 import tiny_tokenizer as tiny
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 
 from ray_extract.config import DatasetConfig, ModelConfig
 from ray_extract.dataset import chat
-from ray_extract.dataset.chat import Encoder, Unusable, check_ids, normalise
+from ray_extract.dataset.chat import Encoder, Overlong, Unusable, check_ids, least_tokens, normalise
 from ray_extract.errors import ConfigError
 
 VOCAB = 300
@@ -237,7 +239,7 @@ def test_fields_of_tool_calls_pass_through():
     ("conversation", "reason"),
     [
         ([], "empty conversation"),
-        ("hello", "unusable conversation: not a list"),
+        ("[]", "unusable conversation: a text and not a list; if it is JSON, store the list that it stands for"),
         ({"role": ["user"], "content": []}, "unusable conversation: its fields are lists of different lengths"),
         ({}, "empty conversation"),
         (
@@ -395,3 +397,112 @@ def test_template_file_replaces_the_tokenizers(tmp_path, monkeypatch):
         encoder(None).encode({"messages": [USER, ANSWER]})
     with pytest.raises(ConfigError, match=r"dataset\.chat_template = .*cannot be read"):
         encoder(str(tmp_path / "missing")).encode({"messages": [USER, ANSWER]})
+
+
+def byte_pairs(normalizer=None, pre_tokenizer=None, byte_fallback=False, without="", letter="a", **added):
+    """A byte-level tokenizer with a token of 8 letters, and other parts."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [f"<0x{i:02X}>" for i in range(256)] if byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    pieces = [*letters, *(letter * n for n in (1, 2, 4, 8))]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(p for p in pieces if p not in without))}
+    merges = [(letter * n, letter * n) for n in (1, 2, 4)]
+    backend = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=byte_fallback, fuse_unk=True, unk_token=letter)
+    )
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizer or (None if byte_fallback else pre_tokenizers.ByteLevel(use_regex=False))
+    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False, **added)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_least_number_of_tokens_is_told_only_where_nothing_of_a_text_can_vanish():
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    split = pre_tokenizers.Split
+    level = pre_tokenizers.ByteLevel(use_regex=False)
+    spaced = normalizers.Sequence([normalizers.Prepend("_"), normalizers.Replace(" ", "_")])
+    for least, made in (
+        (45, byte_pairs()),
+        (11, byte_pairs(normalizers.NFC())),
+        (45, byte_pairs(spaced, byte_fallback=True)),
+        (45, byte_pairs(pre_tokenizer=pre_tokenizers.Sequence([split(Regex("a+"), "isolated"), level]))),
+        (45, byte_pairs(without="Ćâ")),
+        (11, byte_pairs(normalizers.NFC(), without="ÿ")),  # no UTF-8 has this byte
+        (None, byte_pairs(normalizers.NFC(), without="Ć")),
+        (None, byte_pairs(normalizers.NFKC())),
+        (None, byte_pairs(normalizers.Strip())),
+        (None, byte_pairs(normalizers.Replace(Regex(" +"), " "))),
+        (None, byte_pairs(normalizers.Sequence([normalizers.NFC(), normalizers.Replace("  ", " ")]))),
+        (None, byte_pairs(pre_tokenizer=pre_tokenizers.Sequence([split(" ", "removed"), level]))),
+        (None, byte_pairs(pre_tokenizer=pre_tokenizers.Whitespace())),
+        (None, byte_pairs(rstrip=True)),
+        (None, byte_pairs(lstrip=True)),
+        (None, Slow(byte_pairs())),
+    ):
+        told = least_tokens(made)
+        assert (told and told("a" * 360)) == least
+    partial = least_tokens(byte_pairs(without="Ćâ"))
+    assert partial("a" * 90 + "\x06" * 1000 + "\N{SNOWMAN}" * 1000) == 11
+
+
+def test_characters_that_are_composed_before_may_be_four_times_as_many():
+    from tokenizers import normalizers
+
+    made = byte_pairs(normalizers.NFC(), byte_fallback=True, letter="\u1f82")
+    text = unicodedata.normalize("NFD", "\u1f82" * 96)
+    assert len(text) == 384 and len(made(text, add_special_tokens=False)["input_ids"]) == 12 == least_tokens(made)(text)
+
+
+TEXT = st.text(st.sampled_from("aaaaaab e\u0301\u0323\u1161\u1100\u11a8\N{SNOWMAN}\n\x06"), max_size=60)
+LONG_RUNS = st.integers(1, 40).flatmap(lambda n: st.sampled_from(["a" * n, "\x06" * n, "\N{SNOWMAN}" * n, "<|end|>"]))
+PIECES = st.lists(TEXT | LONG_RUNS, max_size=8).map("".join)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "nfc", "fallback", "partial"])
+@settings(max_examples=150, deadline=None)
+@given(text=PIECES)
+def test_no_text_has_fewer_tokens_than_it_must_have(kind, text):
+    from tokenizers import normalizers
+
+    nfc = normalizers.NFC() if kind in ("nfc", "fallback") else None
+    made = byte_pairs(nfc, byte_fallback=kind == "fallback", without="Ćâ" if kind == "partial" else "")
+    assert least_tokens(made)(text) <= len(made(text, add_special_tokens=False)["input_ids"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(["a" * 8, "a" * 4, "b", "<|end|>"]), min_size=1, max_size=12),
+    limit=st.integers(1, 9),
+)
+def test_text_that_would_fit_is_never_overlong_and_one_that_is_by_far_is_not_tokenized(words, limit):
+    text, asked = "".join(words), []
+    tokenizer = byte_pairs()
+    count = len(tokenizer(text)["input_ids"])
+    made = Encoder(ModelConfig(path="m"), "m", DatasetConfig(paths=("-",)), VOCAB, limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "load_tokenizer", lambda *_: tokenizer)
+        patch.setattr(
+            chat, "_tokenize", lambda *args, real=chat._tokenize, **kw: (asked.append(1), real(*args, **kw))[1]
+        )
+        try:
+            assert len(made.encode({"text": text}).input_ids) == count
+            assert len(text) < 8 * (limit + 1)
+        except Overlong as overlong:
+            assert count > limit and len(text) >= 8 * (limit + 1) and not asked
+            assert str(overlong) == f"overlong: {len(text)} characters are more than {limit} tokens"
+
+
+@TEMPLATES
+@pytest.mark.parametrize("mask", ["assistant", "last_assistant", "all"])
+def test_conversation_that_is_too_long_by_far_is_not_tokenized_once_it_could_be_used(monkeypatch, template, mask):
+    monkeypatch.setattr(chat, "load_tokenizer", lambda *_: tiny.byte_level(template))
+    made = Encoder(ModelConfig(path="m"), "m", DatasetConfig(paths=("-",), mask=mask), VOCAB, 20)
+    with pytest.raises(Overlong, match=r"^overlong: \d+ characters are more than 20 tokens$"):
+        made.encode({"messages": [USER, {"role": "assistant", "content": "x" * 300}]})
+    if mask != "all":
+        with pytest.raises(Unusable, match="no supervised token"):
+            made.encode({"messages": [USER, {"role": "user", "content": "x" * 300}]})
+    with pytest.raises(Unusable, match="lone surrogates"):
+        made.encode({"text": "x" * 300 + "\ud800"})

@@ -11,9 +11,8 @@ from test_prepare import SHAPE, MemoryStore, job
 from test_source import array, arrow_file, arrow_stream, jsonl, parquet
 
 from ray_extract.config import DatasetConfig
-from ray_extract.dataset.arrange import arrange
-from ray_extract.dataset.prepare import prepare
-from ray_extract.dataset.prepared import PreparedRows, write_rows
+from ray_extract.dataset.parts import prepare_rows
+from ray_extract.dataset.prepared import PreparedRows
 from ray_extract.dataset.source import read_records
 from ray_extract.errors import DatasetError
 
@@ -90,7 +89,7 @@ def test_rows_are_usable_or_have_a_reason_whatever_is_damaged(tmp_path_factory, 
 
     store = MemoryStore()
     asked = job(path, damaged="keep", dedup=dedup, shuffle=shuffle)
-    index = write_rows(store, arrange(prepare(asked, SHAPE), asked.dataset))
+    index = prepare_rows(store, asked, SHAPE)
     assert index.rows == len(records["keep"])
     assert index.usable + sum(index.skipped.values()) == index.rows
     rows = PreparedRows(store, index).read(0, index.rows)

@@ -17,6 +17,7 @@ from test_prepare import CHAT, SHAPE, MemoryStore, ids, job
 
 from ray_extract import cli, layout, plan
 from ray_extract.cost import Rates, check_space, cost_lines
+from ray_extract.dataset import parts
 from ray_extract.dataset.prepared import Lengths, PreparedRows, RowLength
 from ray_extract.errors import ConfigError, PlanError
 from ray_extract.plan import PlanSummary, estimate, load_or_make_plan, plan_units, read_units, show_bytes, write_units
@@ -180,10 +181,16 @@ def test_driver_that_loses_the_race_uses_the_winners_plan(dataset, monkeypatch):
     assert list(load_or_make_plan(store, small(dataset), SHAPE, 512)) == winner
 
 
-def test_plan_that_cannot_be_leaves_nothing_in_the_way_of_the_corrected_job(dataset, tmp_path):
+def test_plan_that_cannot_be_goes_on_as_corrected_with_what_was_prepared(dataset, monkeypatch):
     store = MemoryStore()
     with pytest.raises(PlanError, match=r"^row 1: .*raise run\.arena_bytes"):
         load_or_make_plan(store, small(dataset, arena_bytes=2 * 11 * 512), SHAPE, 512)
+    monkeypatch.setattr(parts.PartWriter, "write", None)
+    load_or_make_plan(store, small(dataset), SHAPE, 512)
+
+
+def test_data_set_without_a_usable_row_is_refused_with_the_reasons(tmp_path):
+    store = MemoryStore()
     useless = tmp_path / "useless.jsonl"
     useless.write_text('{"prompt": 1}\n' * 3)
     with pytest.raises(
@@ -193,9 +200,8 @@ def test_plan_that_cannot_be_leaves_nothing_in_the_way_of_the_corrected_job(data
         load_or_make_plan(store, small(useless), SHAPE, 512)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(PlanError, match=r"none of 0 rows can be used; it is empty"):
-        load_or_make_plan(store, small(tmp_path / "empty.jsonl"), SHAPE, 512)
-    assert store.objects == {}
-    load_or_make_plan(store, small(dataset), SHAPE, 512)
+        load_or_make_plan(MemoryStore(), small(tmp_path / "empty.jsonl"), SHAPE, 512)
+    assert layout.PLAN_KEY not in store.objects
 
 
 def test_tokenizer_that_is_missing_stops_planning_before_anything_is_stored(tmp_path):
@@ -401,7 +407,7 @@ def test_plan_command_lists_skipped_rows_and_prices(tmp_path, capsys):
         cli.main(["plan", "--tokens-per-second", "1e308", *work.args()])
     assert "1e+15 at most" in capsys.readouterr().err
     assert cli.main(["plan", "--gpu-hour", "2", *work.args(), "engine.gpus=1"]) == 0
-    assert "compute   not known without --tokens-per-second" in capsys.readouterr().out
+    assert "compute   not known without --tokens-per-second or --trial" in capsys.readouterr().out
     (tmp_path / "file").touch()
     assert cli.main(["plan", *work.args(), f"output.url={tmp_path / 'file' / 'out'}"]) == 2
     assert f"{tmp_path / 'file'} is a file; name a folder" in capsys.readouterr().err

@@ -4,15 +4,9 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import tiny_tokenizer as tiny
 from hypothesis import given, settings
@@ -143,6 +137,20 @@ def test_overlong_row_is_skipped_with_both_lengths(tmp_path):
     assert [row.reason for row in prepared(tmp_path, [ids(57)], max_tokens=20)] == ["overlong: 57 > 20 tokens"]
 
 
+def test_row_that_its_characters_show_to_be_overlong_is_treated_like_any_other(tmp_path):
+    shape = dataclasses.replace(SHAPE, path=str(tiny.save(tmp_path / "tok")))
+    records = [{"text": "x" * 20}, {"text": "x" * 2000}]
+    rows = prepared(tmp_path, records, shape=shape, max_tokens=21)
+    assert [row.reason for row in rows] == [None, "overlong: 2000 characters are more than 21 tokens"]
+    with pytest.raises(
+        DatasetError, match=r"in\.jsonl:2: 2000 characters are more than 21 tokens, and dataset\.overlong"
+    ):
+        prepared(tmp_path, records, shape=shape, max_tokens=21, overlong="refuse")
+    for overlong in ("right", "left"):
+        _, row = prepared(tmp_path, records, shape=shape, max_tokens=21, overlong=overlong)
+        assert (len(row.input_ids), row.truncated) == (21, True)
+
+
 def test_truncated_row_is_cut_and_marked_and_must_still_teach(tmp_path):
     long = {"input_ids": list(range(60)), "loss_mask": [1] * 60}
     rows = prepared(tmp_path, [long, ids(60), ids(5)], overlong="right", max_tokens=20)
@@ -164,69 +172,6 @@ def test_more_tokens_than_the_context_holds_are_refused(tmp_path):
     assert prepared(tmp_path, [ids(57)], max_tokens=57, engine={"context_length": 65})[0].reason is None
     with pytest.raises(ConfigError, match=r"engine\.context_length = 8"):
         prepared(tmp_path, [ids(1)], engine={"context_length": 8})
-
-
-def test_any_number_of_processes_prepares_the_same_rows(tmp_path):
-    shape = dataclasses.replace(SHAPE, path=str(tiny.save(tmp_path / "tok")), context_length=200)
-    records = [{"messages": CHAT}, ids(3), "{oops", {"messages": CHAT[:1]}, ids(300)] * 60
-    alone = prepared(tmp_path, records, shape=shape, sample=0.9)
-    together = prepared(tmp_path, records, shape=shape, sample=0.9, processes=2)
-    assert [plain(row) for row in together] == [plain(row) for row in alone]
-    assert [row.rendered for row in together] == [row.rendered for row in alone]
-
-
-def test_record_too_deep_for_a_process_is_prepared_where_it_was_read(tmp_path):
-    records = [ids(3), {"x": json.loads("[" * 500 + "]" * 500)}]
-    alone, together = (prepared(tmp_path, records, processes=n) for n in (1, 2))
-    assert [plain(row) for row in together] == [plain(row) for row in alone]
-
-
-def test_what_a_process_refuses_is_refused(tmp_path):
-    shape = dataclasses.replace(SHAPE, path=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"model\.path = 'm': no tokenizer"):
-        prepared(tmp_path, [{"messages": CHAT}], shape=shape, processes=2)
-    with pytest.raises(DatasetError, match=r"in\.jsonl:1: 57 tokens are more than 56"):
-        prepared(tmp_path, [ids(57)], overlong="refuse", processes=2)
-
-
-def test_process_that_dies_is_explained(tmp_path):
-    rows = prepare(job(tmp_path / "in.jsonl", processes=2), SHAPE)
-    (tmp_path / "in.jsonl").write_text((json.dumps(ids(3)) + "\n") * 2000)
-    next(rows)
-    for child in multiprocessing.active_children():
-        child.kill()
-    with pytest.raises(DatasetError, match=r"^dataset\.processes = 2: one of them died"):
-        list(rows)
-    assert not multiprocessing.active_children()
-
-
-KILLED = """
-import multiprocessing, os, sys
-from test_prepare import SHAPE, job
-from ray_extract.dataset.prepare import prepare
-if __name__ == "__main__":
-    rows = prepare(job(sys.argv[1], processes=2), SHAPE)
-    next(rows)
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_processes_end_with_a_driver_that_is_killed(tmp_path):
-    (tmp_path / "in.jsonl").write_text((json.dumps(ids(3)) + "\n") * 2000)
-    (tmp_path / "killed.py").write_text(KILLED)
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with (tmp_path / "pids").open("w") as pids:  # of a pipe the end would be theirs, too
-        run = subprocess.run(
-            [sys.executable, "killed.py", "in.jsonl"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, stdout=pids
-        )
-    assert run.returncode == -9
-    children = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(children) == 2
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=30)
-    for child in alive:
-        child.kill()
-    assert not alive
 
 
 def test_reason_is_one_short_storable_line(tmp_path):

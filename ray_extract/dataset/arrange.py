@@ -1,13 +1,14 @@
 """Prepared rows without duplicates, and in another order.
 
-Both need all rows before the first one can go on, so rows wait in files of a temporary folder ($TMPDIR), five bytes a
-token. Memory holds a 256th of them.
+Duplicates are found by the ids of rows, of which files of a temporary folder ($TMPDIR) hold 24 bytes each. Another
+order needs all rows before the first one can go on, so rows wait there, five bytes a token. Memory holds a 256th of
+either.
 """
 
 import dataclasses
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -16,33 +17,40 @@ import numpy.typing as npt
 
 from ray_extract.config import DatasetConfig
 from ray_extract.dataset.prepare import PreparedRow, chance
+from ray_extract.dataset.prepared import PreparedRows
 
 _ID = np.dtype([("high", ">u8"), ("low", ">u8"), ("index", ">u8")])
 
 
-def arrange(rows: Iterator[PreparedRow], data: DatasetConfig) -> Iterator[PreparedRow]:
-    """Do what `dedup` and `shuffle` ask for."""
-    if data.dedup:
-        rows = without_duplicates(rows)
-    return shuffled(rows, data.seed) if data.shuffle else rows
+def arrange(
+    rows: PreparedRows, data: DatasetConfig, again: npt.NDArray[np.bool_] | None = None
+) -> Iterator[PreparedRow]:
+    """Do what `dedup` and `shuffle` ask for.
+
+    Args:
+        rows: in the order of the input.
+        data: what to do.
+        again: bool [R], what `duplicates` found; None to keep them.
+    """
+    marked = (_duplicate(row) if again is not None and again[row.index] else row for row in rows.stream())
+    return shuffled(marked, data.seed) if data.shuffle else marked
 
 
-def without_duplicates(rows: Iterator[PreparedRow]) -> Iterator[PreparedRow]:
-    """The same rows in the same order; one whose id an earlier usable row has is skipped."""
-    with _Scratch() as waiting, _Scratch() as ids:
-        count = 0
-        for row in rows:
-            count += 1
-            _write(waiting["rows"], row)
-            if row.reason is None:
-                # By the first byte, so that equal ones are in one file.
-                ids[row.row_id[:2]].write(bytes.fromhex(row.row_id) + row.index.to_bytes(8, "big"))
-        again = np.zeros(count, bool)
-        for file in ids.files():
+def duplicates(ids: Iterable[tuple[int, str]], count: int) -> npt.NDArray[np.bool_]:
+    """Which rows have the id of an earlier one: bool [count].
+
+    Args:
+        ids: index and id of the usable rows.
+        count: all rows.
+    """
+    again = np.zeros(count, bool)
+    with _Scratch() as files:
+        for index, name in ids:
+            # By the first byte, so that equal ones are in one file.
+            files[name[:2]].write(bytes.fromhex(name) + index.to_bytes(8, "big"))
+        for file in files.files():
             again[_repeated(np.fromfile(file, _ID))] = True
-        for file in waiting.files():
-            for row in _read(file):
-                yield _duplicate(row) if again[row.index] else row
+    return again
 
 
 def _repeated(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

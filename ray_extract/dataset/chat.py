@@ -13,7 +13,9 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +64,19 @@ class Unusable(Exception):  # noqa: N818 - it is a verdict on a row, not a failu
         self.rendered = rendered
 
 
+class Overlong(Unusable):
+    """A text that has more tokens than a row may have, as its characters alone show.
+
+    Args:
+        chars: how many it has.
+        limit: tokens of a row.
+    """
+
+    def __init__(self, chars: int, limit: int) -> None:
+        self.told = f"{chars} characters are more than {limit} tokens"
+        super().__init__(f"overlong: {self.told}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
     """A tokenized record.
@@ -89,6 +104,8 @@ def normalise(conversation: object, tool_arguments: str = "object") -> list[Mess
         if len({len(column) for column in conversation.values()}) > 1:
             raise Unusable("unusable conversation: its fields are lists of different lengths")
         conversation = [dict(zip(conversation, row, strict=True)) for row in zip(*conversation.values(), strict=True)]
+    if isinstance(conversation, str):
+        raise Unusable("unusable conversation: a text and not a list; if it is JSON, store the list that it stands for")
     if not isinstance(conversation, list | tuple) or not conversation:
         raise Unusable("empty conversation" if conversation in ([], ()) else "unusable conversation: not a list")
     return [_normalise_message(i, message, tool_arguments) for i, message in enumerate(conversation, start=1)]
@@ -234,13 +251,18 @@ class Encoder:
         model_path: local folder of the model, used when no tokenizer is named.
         dataset: names fields, template and mask.
         vocab_size: of the model.
+        limit: most tokens of a row, if longer ones need not be tokenized to know what becomes of them.
     """
 
-    def __init__(self, model: ModelConfig, model_path: str, dataset: DatasetConfig, vocab_size: int) -> None:
+    def __init__(
+        self, model: ModelConfig, model_path: str, dataset: DatasetConfig, vocab_size: int, limit: int | None = None
+    ) -> None:
         self._model = model
         self._model_path = model_path
         self._dataset = dataset
         self._vocab_size = vocab_size
+        self._limit = limit
+        self._least: Callable[[str], int] | None = None
         self._tokenizer: Any = None
         self._chat: _Chat | None = None
 
@@ -248,6 +270,7 @@ class Encoder:
         """Tokens of one record; its first known field decides what it is.
 
         Raises:
+            Overlong: it has certainly more tokens than `limit`.
             Unusable: this record cannot be used.
             ConfigError: no record of this kind could be: the tokenizer or the template is missing or broken.
         """
@@ -274,7 +297,7 @@ class Encoder:
                 raise Unusable(f"unusable system: {type(system).__name__}")
             messages.insert(0, {"role": "system", "content": system})
         if self._chat is None:
-            self._chat = _Chat(self._load(), self._dataset)
+            self._chat = _Chat(self._load(), self._dataset, self._check_length)
         return self._chat.encode(messages, self._dataset.mask, normalise_tools(tools))
 
     def _encode_text(self, text: object) -> Tokens:
@@ -282,13 +305,23 @@ class Encoder:
             raise Unusable(f"unusable text: {type(text).__name__}")
         if not text:
             raise Unusable("empty text")
-        ids = np.asarray(_tokenize(self._load(), text, add_special_tokens=True)["input_ids"], dtype=np.int32)
+        tokenizer = self._load()
+        self._check_length(text)
+        ids = np.asarray(_tokenize(tokenizer, text, add_special_tokens=True)["input_ids"], dtype=np.int32)
         return Tokens(ids, np.ones(len(ids), np.uint8))
 
     def _load(self) -> Any:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._model, self._model_path)
+            self._least = None if self._limit is None else least_tokens(self._tokenizer)
         return self._tokenizer
+
+    def _check_length(self, text: str) -> None:
+        """Tokenizing takes a hundred times the memory of a text."""
+        if self._limit is not None and self._least is not None and self._least(text) > self._limit:
+            if _SURROGATE.search(text):
+                raise _surrogates()
+            raise Overlong(len(text), self._limit)
 
 
 def _without_array(value: object) -> object:
@@ -332,6 +365,76 @@ def load_tokenizer(model: ModelConfig, model_path: str) -> Any:
         raise ConfigError(f"{key}: no tokenizer can be loaded ({type(error).__name__}: {first}); {way_out}") from None
 
 
+_NFC_CHARS = 4  # most that canonical composition makes one of; decomposed, a text never has fewer than it had
+_NOT_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
+
+
+def least_tokens(tokenizer: Any) -> Callable[[str], int] | None:
+    """How many tokens a text has at least, without tokenizing it; None if that cannot be told.
+
+    It can of byte-pair encoders that leave out nothing before: a token stands for no more characters than the longest
+    one has. Only those count that are sure to be in a token of the vocabulary, since any number of others may become
+    one unknown token. Elsewhere a token may be white space of any length, or a long unknown word.
+    """
+    if not getattr(tokenizer, "is_fast", False) or not type(tokenizer).__module__.startswith("transformers."):
+        return None
+    tree = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, steps = tree["model"], _steps(tree["pre_tokenizer"], "pretokenizers")
+    shortening = [_most_of_one(step) for step in _steps(tree["normalizer"], "normalizers")]
+    added = tree["added_tokens"]
+    if (
+        model["type"] != "BPE"
+        or None in shortening
+        or not all(map(_keeps_all, steps))
+        or any(token["lstrip"] or token["rstrip"] for token in added)
+    ):
+        return None
+    vocab = model["vocab"]
+    longest = max(map(len, itertools.chain(vocab, (token["content"] for token in added))))
+    longest *= math.prod(filter(None, shortening))
+    if any(step["type"] == "ByteLevel" for step in steps):
+        unknown = bytes(byte for byte, letter in enumerate(_letters()) if letter not in vocab)
+        if set(unknown) - _NOT_UTF8:
+            # What a normalizer makes of a known character may be unknown.
+            return None if shortening else lambda text: _count_ascii(text, unknown) // longest
+    elif not model["byte_fallback"] or not all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        return None
+    return lambda text: len(text) // longest
+
+
+def _count_ascii(text: str, without: bytes) -> int:
+    return len(text.encode("ascii", "ignore").translate(None, without))
+
+
+def _letters() -> list[str]:
+    """The letter that stands for each byte in a byte-level vocabulary."""
+    others = itertools.count(256)
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
+
+
+def _steps(step: Any, parts: str) -> list[Any]:
+    """A step of a tokenizer, or those that it is a sequence of."""
+    if step is None:
+        return []
+    return [inner for s in step[parts] for inner in _steps(s, parts)] if step["type"] == "Sequence" else [step]
+
+
+def _most_of_one(step: Any) -> int | None:
+    """Of how many characters a normalizer makes one at most; None if that cannot be told."""
+    if step["type"] == "NFC":
+        return _NFC_CHARS
+    text = step["pattern"].get("String") if step["type"] == "Replace" else None
+    return 1 if step["type"] == "Prepend" or (text is not None and len(text) <= len(step["content"])) else None
+
+
+def _keeps_all(step: Any) -> bool:
+    """Whether a pre-tokenizer leaves out nothing."""
+    if step["type"] in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in ("ByteLevel", "Metaspace", "Digits")
+
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -353,9 +456,13 @@ def template_fingerprint(model: ModelConfig, dataset: DatasetConfig, model_path:
     return digest.hexdigest()
 
 
+def _surrogates() -> Unusable:
+    return Unusable("unusable text: lone surrogates")
+
+
 def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
     if _SURROGATE.search(text):
-        raise Unusable("unusable text: lone surrogates")
+        raise _surrogates()
     return tokenizer(
         text, add_special_tokens=add_special_tokens, return_offsets_mapping=tokenizer.is_fast, verbose=False
     )
@@ -364,8 +471,11 @@ def _tokenize(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
 class _Chat:
     """A tokenizer and its chat template."""
 
-    def __init__(self, tokenizer: Any, dataset: DatasetConfig) -> None:
+    def __init__(
+        self, tokenizer: Any, dataset: DatasetConfig, check_length: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._check_length = check_length
         self._key, self._template = _find_template(tokenizer, dataset)
         self._marks_generation = bool(_GENERATION.search(self._template))
 
@@ -377,15 +487,23 @@ class _Chat:
         else:
             text, spans = self._render_with_spans(messages, tools)
         _require_rendered(text, messages, tools, self._render)
-        encoding = _tokenize(self._tokenizer, text, add_special_tokens=False)
-        ids = self._ids(encoding)
         if mode == "all":
+            self._check_length(text)
+            ids = self._ids(_tokenize(self._tokenizer, text, add_special_tokens=False))
             return Tokens(ids, np.ones(len(ids), np.uint8))
         try:
             if not self._marks_generation:
                 spans = turn_spans(text, messages, render)
             if mode == "last_assistant":
                 spans = spans[self._count_earlier(messages, tools, len(spans)) :]
+        except Unusable as unusable:
+            raise Unusable(str(unusable), text) from None
+        if not any(start < end for start, end in spans):
+            raise Unusable("no supervised token", text)
+        self._check_length(text)
+        encoding = _tokenize(self._tokenizer, text, add_special_tokens=False)
+        ids = self._ids(encoding)
+        try:
             mask = self._mask(text, encoding, ids, spans)
         except Unusable as unusable:
             raise Unusable(str(unusable), text) from None

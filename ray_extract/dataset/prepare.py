@@ -4,16 +4,11 @@ Rows are tokenized once and stored under the output prefix, so that every worker
 token ids whatever tokenizer, template or clock it has.
 """
 
-import collections
-import concurrent.futures
 import dataclasses
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ray_extract.config import Job
-from ray_extract.dataset.chat import Encoder, Tokens, Unusable
+from ray_extract.dataset.chat import Encoder, Overlong, Tokens, Unusable
 from ray_extract.dataset.source import SourceRecord, read_records
 from ray_extract.errors import ConfigError, DatasetError
 from ray_extract.model import ModelShape
@@ -32,7 +27,6 @@ CONTEXT_SLACK = 8
 
 MAX_REASON = 200
 MAX_RENDERED = 400
-_BATCH_RECORDS = 64  # of a process at once
 _SPACE = re.compile(r"\s+")
 
 
@@ -99,73 +93,39 @@ def token_limit(job: Job, shape: ModelShape) -> int:
     return wanted or most
 
 
+class Preparer:
+    """Turns records into rows, each by itself.
+
+    Args:
+        job, shape: what by.
+
+    Raises:
+        ConfigError: see token_limit.
+    """
+
+    def __init__(self, job: Job, shape: ModelShape) -> None:
+        self._job = job
+        self._limit = token_limit(job, shape)
+        # What is cut must be tokenized whole: where its tokens end, its beginning alone does not say.
+        limit = self._limit if job.dataset.overlong in ("skip", "refuse") else None
+        self._encoder = Encoder(job.model, shape.path, job.dataset, shape.vocab_size, limit)
+
+    def __call__(self, index: int, record: SourceRecord) -> PreparedRow:
+        """One record as a row.
+
+        Raises:
+            ConfigError, DatasetError: the data set as a whole cannot be prepared.
+        """
+        return _prepare(index, record, self._encoder, self._limit, self._job)
+
+
 def prepare(job: Job, shape: ModelShape) -> Iterator[PreparedRow]:
-    """Tokenize the whole data set, one row at a time, in `dataset.processes` processes.
+    """Stream the rows of a data set in the order of the input, without storing any.
 
     Raises:
         ConfigError, DatasetError: the data set as a whole cannot be prepared.
     """
-    limit = token_limit(job, shape)
-    numbered = enumerate(read_records(job.dataset))
-    batches = iter(lambda: list(itertools.islice(numbered, _BATCH_RECORDS)), [])
-    encoder = Encoder(job.model, shape.path, job.dataset, shape.vocab_size)
-    if job.dataset.processes == 1:
-        for batch in batches:
-            for index, record in batch:
-                yield _prepare(index, record, encoder, limit, job)
-        return
-    # Not forked, since threads of Arrow and fsspec run here.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        job.dataset.processes, multiprocessing.get_context("spawn"), _begin, (job, shape)
-    )
-    try:
-        ahead: collections.deque[tuple[_Batch, concurrent.futures.Future[list[PreparedRow]]]] = collections.deque()
-        for batch in batches:
-            ahead.append((batch, pool.submit(_prepare_batch, batch)))
-            if len(ahead) > 2 * job.dataset.processes:
-                yield from _result(*ahead.popleft(), encoder, limit, job)
-        while ahead:
-            yield from _result(*ahead.popleft(), encoder, limit, job)
-    except concurrent.futures.BrokenExecutor:
-        raise DatasetError(
-            f"dataset.processes = {job.dataset.processes}: one of them died, perhaps for want of memory; ask for fewer"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_Batch = list[tuple[int, SourceRecord]]
-
-
-def _result(
-    batch: _Batch, future: concurrent.futures.Future[list[PreparedRow]], encoder: Encoder, limit: int, job: Job
-) -> list[PreparedRow]:
-    try:
-        return future.result()
-    except RecursionError:  # pickle takes less depth than JSON, so the batch did not reach a process
-        return [_prepare(index, record, encoder, limit, job) for index, record in batch]
-
-
-# Of a process of the pool.
-_work: tuple[Encoder, int, Job]
-
-
-def _begin(job: Job, shape: ModelShape) -> None:
-    global _work
-    # Else it would wait for work for ever, were the driver killed.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _work = Encoder(job.model, shape.path, job.dataset, shape.vocab_size), token_limit(job, shape), job
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _prepare_batch(batch: _Batch) -> list[PreparedRow]:
-    return [_prepare(index, record, *_work) for index, record in batch]
+    return itertools.starmap(Preparer(job, shape), enumerate(read_records(job.dataset)))
 
 
 def _prepare(index: int, record: SourceRecord, encoder: Encoder, limit: int, job: Job) -> PreparedRow:
@@ -177,13 +137,12 @@ def _prepare(index: int, record: SourceRecord, encoder: Encoder, limit: int, job
             raise Unusable("not sampled")
         whole = encoder.encode(record.value)
         if data.overlong == "refuse" and len(whole.input_ids) > limit:
-            raise DatasetError(
-                f"{record.source}: {len(whole.input_ids)} tokens are more than {limit}, and dataset.overlong = refuse; "
-                "set it to skip, right or left, or raise dataset.max_tokens"
-            )
+            raise _refused(record, f"{len(whole.input_ids)} tokens are more than {limit}")
         tokens, truncated = _fit(whole, limit, data.overlong)
         _require(tokens, whole, job)
     except Unusable as unusable:
+        if data.overlong == "refuse" and isinstance(unusable, Overlong):
+            raise _refused(record, unusable.told) from None
         return _skipped(index, record, unusable)
     return PreparedRow(
         index=index,
@@ -192,6 +151,13 @@ def _prepare(index: int, record: SourceRecord, encoder: Encoder, limit: int, job
         input_ids=tokens.input_ids,
         loss_mask=tokens.loss_mask,
         truncated=truncated,
+    )
+
+
+def _refused(record: SourceRecord, what: str) -> DatasetError:
+    return DatasetError(
+        f"{record.source}: {what}, and dataset.overlong = refuse; "
+        "set it to skip, right or left, or raise dataset.max_tokens"
     )
 
 

@@ -8,12 +8,12 @@ import dataclasses
 import hashlib
 import io
 import itertools
-import logging
+import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,8 @@ from ray_extract.errors import AlreadyExists, NotFound, PlanError
 from ray_extract.records import Unit
 from ray_extract.store import Store, StoredFile
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
 PART_ROWS = 1 << 16  # reading the lengths of a part takes some requests, however few its rows are
 PART_TOKENS = 4 << 20  # 21 MB of ids and masks, which a worker reads for a unit's rows
@@ -48,6 +49,8 @@ ROWS_SCHEMA = pa.schema(
 REPLAN = f"delete it and {layout.PLAN_KEY}, and run the job again, which plans the same rows anew"
 """The way out of a damaged plan. Commits stay: the same data set and configuration give the same rows and units."""
 
+_ABOUT = b"ray_extract"  # in the metadata of a part
+_READERS = 8  # parts of which some columns are read at once
 _LENGTH_COLUMNS = ["index", "n_tokens", "kept", "reason"]
 
 
@@ -165,21 +168,108 @@ def write_rows(
     tokens = 0
     for row in rows:
         if part and (len(part) >= part_rows or tokens + len(row.input_ids) > part_tokens):
-            _put_part(store, len(tally.starts), part, keep)
+            put_table(store, layout.rows_key(len(tally.starts)), rows_table(part, keep))
             tally.starts.append(part[0].index)
             part, tokens = [], 0
         tally.add(row, row.kept(keep))
         part.append(row)
         tokens += len(row.input_ids)
     if part:
-        _put_part(store, len(tally.starts), part, keep)
+        put_table(store, layout.rows_key(len(tally.starts)), rows_table(part, keep))
         tally.starts.append(part[0].index)
     return tally.index()
 
 
+def put_part(store: Store, key: str, rows: list[PreparedRow], keep: str, identity: str) -> None:
+    """Store rows as one object, which says what they are and by what identity they were prepared. As put_table.
+
+    Args:
+        store, key: where.
+        rows: consecutive ones; at least one.
+        keep: `capture.keep`.
+        identity: of the preparation.
+    """
+    tally = _Tally(rows[0].index)
+    tally.starts.append(rows[0].index)
+    for row in rows:
+        tally.add(row, row.kept(keep))
+    about = json.dumps({"identity": identity, "rows": tally.index().to_json()})
+    put_table(store, key, rows_table(rows, keep).replace_schema_metadata({_ABOUT: about}))
+
+
+def part_index(store: Store, key: str, identity: str, holds: tuple[int, int] | None = None) -> RowIndex:
+    """What put_part said of a part.
+
+    Args:
+        store, key: where it is.
+        identity: of the preparation that it must be of.
+        holds: number of its first row and of its rows, if known.
+
+    Raises:
+        PlanError: it is of another preparation, or damaged.
+        StoreError: it cannot be read.
+    """
+    return _about(_open(store, key), key, identity, holds)
+
+
+def _about(part: Any, key: str, identity: str, holds: tuple[int, int] | None = None) -> RowIndex:
+    try:
+        tree = json.loads((part.schema_arrow.metadata or {})[_ABOUT])
+        found = RowIndex.from_json(tree["rows"])
+        if tree["identity"] == identity and holds in (None, (found.starts[0], found.rows)):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise PlanError(
+        f"output.url: {key} there was prepared from another data set, configuration or tokenizer, or by another "
+        "release of transformers, and its planning did not finish; choose another output.url, or delete its folder "
+        "plan/"
+    )
+
+
+def sum_up(store: Store, keys: Iterable[str], identity: str) -> RowIndex:
+    """What all rows are, from the parts that hold them in order. Raises as part_index does."""
+
+    def read(key: str) -> tuple[RowIndex, bytes]:
+        part = _open(store, key)
+        try:
+            ids, reasons = (column.to_pylist() for column in part.read(columns=["row_id", "reason"]).columns)
+        except pa.ArrowException as error:
+            raise _damaged(key, error) from None
+        marks = (_mark(name, reason) for name, reason in zip(ids, reasons, strict=True))
+        return _about(part, key, identity), b"".join(marks)
+
+    digest = hashlib.sha256()
+    total = _Tally().index()
+    for index, marks in _in_order(read, keys, _READERS):
+        digest.update(marks)
+        total = _merged(total, index)
+    return dataclasses.replace(total, digest=digest.hexdigest())
+
+
+def _merged(left: RowIndex, right: RowIndex) -> RowIndex:
+    """Of consecutive rows; the digest is left as it is."""
+    numbers = ("rows", "usable", "tokens", "kept", "truncated", "supervised", "unsupervised")
+    lengths = itertools.zip_longest(left.histogram, right.histogram, fillvalue=0)
+    return dataclasses.replace(
+        left,
+        starts=(*left.starts, *right.starts),
+        skipped=dict(sorted((Counter(left.skipped) + Counter(right.skipped)).items())),
+        histogram=tuple(map(sum, lengths)),
+        examples=dict(sorted({**right.examples, **left.examples}.items())),
+        **{name: getattr(left, name) + getattr(right, name) for name in numbers},
+    )
+
+
+def _mark(name: str, reason: str | None) -> bytes:
+    """What the digest of all rows has of one."""
+    return f"{name}\0{reason or ''}\n".encode()
+
+
 class _Tally:
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.starts: list[int] = []
+        self._first = first
         self._rows = self._usable = self._tokens = self._kept = self._truncated = 0
         self._supervised = self._unsupervised = 0
         self._lengths: Counter[int] = Counter()
@@ -188,10 +278,10 @@ class _Tally:
         self._digest = hashlib.sha256()
 
     def add(self, row: PreparedRow, kept: int) -> None:
-        if row.index != self._rows:
-            raise ValueError(f"row {row.index} came where row {self._rows} was due")
+        if row.index != self._first + self._rows:
+            raise ValueError(f"row {row.index} came where row {self._first + self._rows} was due")
         self._rows += 1
-        self._digest.update(f"{row.row_id}\0{row.reason or ''}\n".encode())
+        self._digest.update(_mark(row.row_id, row.reason))
         if row.reason is not None:
             kind = reason_kind(row.reason)
             self._skipped[kind] += 1
@@ -225,11 +315,6 @@ class _Tally:
         )
 
 
-def _put_part(store: Store, number: int, rows: list[PreparedRow], keep: str) -> None:
-    put_table(store, layout.rows_key(number), rows_table(rows, keep))
-    log.debug("prepared rows %d to %d are stored", rows[0].index, rows[-1].index)
-
-
 def rows_table(rows: list[PreparedRow], keep: str) -> Any:
     """Rows as a part has them."""
     offsets = np.cumsum([0, *(len(row.input_ids) for row in rows)], dtype=np.int32)
@@ -261,7 +346,8 @@ def put_table(store: Store, key: str, table: Any) -> None:
         store.put(key, sink.getbuffer(), create=True)
     except AlreadyExists:
         # Tables, not bytes: another release of pyarrow may write the same rows in other bytes.
-        if not read_table(store, key).equals(table):
+        there = read_table(store, key)
+        if not there.equals(table) or there.schema.metadata != table.schema.metadata:
             raise PlanError(
                 f"output.url: {key} there is from another data set or configuration, whose planning did not finish; "
                 "choose another output.url, or delete its folder plan/"
@@ -283,20 +369,49 @@ def read_table(store: Store, key: str) -> Any:
         # As in ledger.read_manifest: the threads of pq.read_table can abort a process that ends soon after.
         return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except pa.ArrowException as error:
-        raise PlanError(f"output.url: {key} is damaged ({error}); {REPLAN}") from None
+        raise _damaged(key, error) from None
+
+
+def _open(store: Store, key: str) -> Any:
+    """A Parquet object to read some columns of."""
+    info = store.head(key)
+    if info is None:
+        raise PlanError(f"output.url: {key} is missing; {REPLAN}")
+    try:
+        return pq.ParquetFile(StoredFile(store, key, info.size))
+    except pa.ArrowException as error:
+        raise _damaged(key, error) from None
+
+
+def _damaged(key: str, error: Exception) -> PlanError:
+    return PlanError(f"output.url: {key} is damaged ({error}); {REPLAN}")
+
+
+def _in_order(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
+    """What a function makes of each item, in order; `threads` of them are made ahead."""
+    with ThreadPoolExecutor(threads) as pool:
+        ahead: deque[Future[R]] = deque()
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 class PreparedRows:
     """Random access to stored rows; keeps the part read last. Not thread-safe.
 
     Args:
-        store: where write_rows stored them.
-        index: what write_rows returned.
+        store: where they are.
+        index: what they are.
+        key: names their parts.
     """
 
-    def __init__(self, store: Store, index: RowIndex) -> None:
+    def __init__(self, store: Store, index: RowIndex, key: Callable[[int], str] = layout.rows_key) -> None:
         self._store = store
         self._index = index
+        self._key = key
         self._cached: tuple[int, Any] | None = None
 
     def read(self, first: int, end: int) -> list[PreparedRow]:
@@ -314,7 +429,7 @@ class PreparedRows:
             part = bisect_right(self._index.starts, first) - 1
             start, stop = self._bounds(part)
             upto = min(end, stop)
-            found += _rows_of(self._part(part).slice(first - start, upto - first), layout.rows_key(part))
+            found += _rows_of(self._part(part).slice(first - start, upto - first), self._key(part))
             first = upto
         return found
 
@@ -331,14 +446,20 @@ class PreparedRows:
             PlanError: a part is damaged.
             StoreError: a part cannot be read.
         """
-        with ThreadPoolExecutor(1) as pool:
-            ahead = [pool.submit(self._read_part, 0)] if self._index.starts else []
-            for number in range(len(self._index.starts)):
-                part = ahead.pop().result()
-                if number + 1 < len(self._index.starts):
-                    ahead = [pool.submit(self._read_part, number + 1)]
-                _check_ids(part, layout.rows_key(number))
-                yield part
+        for number, part in enumerate(_in_order(self._read_part, range(len(self._index.starts)), 1)):
+            _check_ids(part, self._key(number))
+            yield part
+
+    def stream(self) -> Iterator[PreparedRow]:
+        """All rows in order. Raises as read does."""
+        for part in range(len(self._index.starts)):
+            yield from self.read(*self._bounds(part))
+
+    def ids(self) -> Iterator[tuple[int, str]]:
+        """Stream index and id of the usable rows, without reading their tokens. Raises as lengths does."""
+        for table in self._columns(["index", "row_id", "reason"]):
+            rows, names, reasons = (column.to_pylist() for column in table.columns)
+            yield from ((row, name) for row, name, reason in zip(rows, names, reasons, strict=True) if reason is None)
 
     def lengths(self) -> Iterator[Lengths]:
         """Stream the lengths of all rows, a part at a time, without reading their ids.
@@ -347,27 +468,26 @@ class PreparedRows:
             PlanError: a part is damaged.
             StoreError: a part cannot be read.
         """
-        for part in range(len(self._index.starts)):
-            table = self._columns(layout.rows_key(part), _LENGTH_COLUMNS)
+        for table in self._columns(_LENGTH_COLUMNS):
             row, tokens, kept = (table.column(name).to_numpy().astype(np.int64) for name in _LENGTH_COLUMNS[:3])
             yield Lengths(row, tokens, kept, table.column("reason").is_null().to_numpy())
 
     def skipped(self) -> Iterator[tuple[str, str]]:
         """Stream source and reason of all skipped rows, without reading ids. Raises as lengths does."""
-        for part in range(len(self._index.starts)):
-            table = self._columns(layout.rows_key(part), ["source", "reason"])
+        for table in self._columns(["source", "reason"]):
             for source, reason in zip(*(column.to_pylist() for column in table.columns), strict=True):
                 if reason is not None:
                     yield source, reason
 
-    def _columns(self, key: str, names: list[str]) -> Any:
-        info = self._store.head(key)
-        if info is None:
-            raise PlanError(f"output.url: {key} is missing; {REPLAN}")
-        try:
-            return pq.ParquetFile(StoredFile(self._store, key, info.size)).read(columns=names)
-        except pa.ArrowException as error:
-            raise PlanError(f"output.url: {key} is damaged ({error}); {REPLAN}") from None
+    def _columns(self, names: list[str]) -> Iterator[Any]:
+        def read(part: int) -> Any:
+            key = self._key(part)
+            try:
+                return _open(self._store, key).read(columns=names)
+            except pa.ArrowException as error:
+                raise _damaged(key, error) from None
+
+        return _in_order(read, range(len(self._index.starts)), _READERS)
 
     def _bounds(self, part: int) -> tuple[int, int]:
         starts = self._index.starts
@@ -380,7 +500,7 @@ class PreparedRows:
         return self._cached[1]
 
     def _read_part(self, part: int) -> Any:
-        key = layout.rows_key(part)
+        key = self._key(part)
         table = read_table(self._store, key).combine_chunks()
         start, stop = self._bounds(part)
         if not table.schema.equals(ROWS_SCHEMA) or not np.array_equal(table.column("index"), np.arange(start, stop)):

@@ -10,7 +10,8 @@ import io
 import itertools
 import json
 import posixpath
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -47,7 +48,8 @@ class SourceRecord:
     """One record of the input.
 
     Args:
-        source: `<file name>:<number of the record in the file, from 1>`; blank lines do not count.
+        source: `<file name>:<number of the record in the file, from 1>`; blank lines do not count. Where several files
+            have this name, their folders are in front of it.
         value: the record, or None if it cannot be parsed. Lists of numbers from Parquet and Arrow are NumPy arrays.
         reason: why value is None.
     """
@@ -63,11 +65,7 @@ class _File:
     path: str
     format: str
     codec: str | None
-
-    @property
-    def name(self) -> str:
-        # Names of files may hold bytes that are not UTF-8, and line breaks; those of records are stored and printed.
-        return " ".join(posixpath.basename(_bare(self.path)).encode("utf-8", "replace").decode().splitlines())
+    name: str = ""
 
     def open(self) -> Any:
         return self.fs.open(self.path, "rb")
@@ -187,7 +185,21 @@ def _hash_file(file: _File, cfg: DatasetConfig) -> dict[str, Any]:
 
 
 def _find_files(cfg: DatasetConfig) -> list[_File]:
-    return [file for path in cfg.paths for file in _match(path, cfg)]
+    found = [file for path in cfg.paths for file in _match(path, cfg)]
+    names = _names({file.path for file in found})
+    return [dataclasses.replace(file, name=names[file.path]) for file in found]
+
+
+def _names(paths: Collection[str]) -> dict[str, str]:
+    """What each file is called: its name, with as many of its folders as tell it from the others."""
+    # Names of files may hold bytes that are not UTF-8, and line breaks; those of records are stored and printed.
+    parts = {p: " ".join(_bare(p).encode("utf-8", "replace").decode().splitlines()).split("/") for p in paths}
+    names: dict[str, str] = {}
+    for count in range(1, 1 + max(map(len, parts.values()), default=0)):
+        endings = {path: "/".join(parts[path][-count:]) for path in parts.keys() - names.keys()}
+        taken = Counter(endings.values())
+        names |= {p: name for p, name in endings.items() if taken[name] == 1 or count == len(parts[p])}
+    return names
 
 
 def _match(path: str, cfg: DatasetConfig) -> list[_File]:

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -19,6 +20,19 @@ def packaged_gguf() -> Path:
     return Path(str(path))
 
 
+def load_tokenizer(gguf: Path) -> Any:
+    """The model's tokenizer, with its chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The conversion takes <|im_start|> for the end token.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
+    if not tokenizer.chat_template:
+        raise ValueError(f"{gguf}: the tokenizer came without its chat template")
+    return tokenizer
+
+
 def make_model(target: Path) -> bool:
     """Write the checkpoint and the tokenizer to `target`. False if they are there already.
 
@@ -27,7 +41,7 @@ def make_model(target: Path) -> bool:
     if target.exists():
         return False
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -36,16 +50,11 @@ def make_model(target: Path) -> bool:
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-        model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
         model.save_pretrained(scratch)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        # The conversion of the tokenizer takes <|im_start|> for the end token; that of the configuration is right.
-        tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+        tokenizer = load_tokenizer(gguf)
+        assert tokenizer.eos_token_id == model.config.eos_token_id
         tokenizer.model_max_length = model.config.max_position_embeddings
-        tokenizer.clean_up_tokenization_spaces = False
-        if not tokenizer.chat_template:
-            raise ValueError(f"{gguf}: the tokenizer came without its chat template")
         tokenizer.save_pretrained(scratch)
         scratch.chmod(0o755)
         for file in scratch.iterdir():
