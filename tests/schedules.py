@@ -779,7 +779,7 @@ def in_place(sim: Simulation) -> Iterator[None]:
     here: list[tuple[Any, str, Any]] = [
         (driver, "queue", types.SimpleNamespace(SimpleQueue=lambda: Inbox(sim), Empty=queue.Empty)),
         (ray_fleet, "RayFleet", functools.partial(Actors, sim)),
-        (ray_fleet, "connect", lambda _: None),
+        (ray_fleet, "connect", lambda *_, **__: None),
         (ray_fleet, "RayMeter", lambda _: NoMeter()),
         (driver, "time", clock),
         (driver, "threading", threads),
@@ -796,7 +796,7 @@ def in_place(sim: Simulation) -> Iterator[None]:
         (worker, "threading", threads),
         (worker, "time", clock),
         (worker, "Extractor", lambda _: Extractor(sim)),
-        (plan, "prepare", lambda *_: iter(world.rows)),
+        (plan, "prepare_rows", lambda store, *_: prepared.write_rows(store, world.rows, keep=job.capture.keep)),
         (run, "check_job", lambda _: (job, SHAPE, (1,), sim.objects)),
         (run, "source_fingerprint", lambda _: []),
         (run, "template_fingerprint", lambda *_: ""),

@@ -117,7 +117,7 @@ def make_work(
     url, options = url or str(folder / "out"), dict(options or {})
     tree = {
         "model": {"path": str(model), "load_format": "dummy"},
-        "dataset": {"paths": [str(data)]},
+        "dataset": {"paths": [str(data)], "processes": 1},  # else it looks for a cluster, and there may be others
         "engine": {
             "kind": "simulated",
             "device": "cpu",

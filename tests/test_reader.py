@@ -196,7 +196,7 @@ def test_a_flipped_byte_is_found_when_a_state_is_asked_for_alone(tmp_path, forma
     with pytest.raises(IndexError, match="row 5 of 5"):
         checked.state(5, "state.1")
     output.store.put(shard, whole[: len(whole) // 2], create=False)
-    with pytest.raises(ShardError, match="u00000000"):
+    with pytest.raises(ShardError, match=r"u00000000.*(truncated|not a whole)"):
         HiddenStates(output.url).state(1, "state.3")
 
 

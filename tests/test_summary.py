@@ -196,7 +196,7 @@ def test_units_given_up_are_an_outage_if_only_the_store_failed(
             self.tally.failed(unit, "01", cause, 0.0)
         return dict.fromkeys(units, "made up")
 
-    monkeypatch.setattr(ray_fleet, "connect", lambda _: None)
+    monkeypatch.setattr(ray_fleet, "connect", lambda *_, **__: None)
     monkeypatch.setattr(driver.Driver, "run", drive)
     assert run.main(make_work(tmp_path, make_rows(4)).args()) == code
     summary = json.loads((tmp_path / "out/summary.json").read_text())

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import torch
 
 from ray_extract.capture.digest import digest_ids, digest_tokens
-from ray_extract.errors import ConfigError, NotFound, ShardError
+from ray_extract.errors import ConfigError, NotFound, ShardError, StoreError
 from ray_extract.ledger import manifest_columns, read_manifest
 from ray_extract.readers.cache import ShardCache
 from ray_extract.readers.fetch import fetch_to_memory
@@ -210,10 +210,18 @@ class Rows:
         nth, width = self._stored.index(column), column.token_bytes
         offset, stride = self._states_at[:, index].tolist()
         start = offset + nth * stride + int(self._token_offset[index]) * width
-        part = self._here().get_view(key, start, kept * width)
-        where = f"{self.url}/{key}"
-        if len(part) != kept * width:
-            raise ShardError(f"{where}: truncated: {len(part)} of {kept * width} bytes at {start}")
+        store, where = self._here(), f"{self.url}/{key}"
+        try:
+            part = store.get_view(key, start, kept * width)
+        except NotFound:
+            raise
+        except StoreError:
+            info = store.head(key)
+            if info is not None and info.size < start + kept * width:
+                raise ShardError(
+                    f"{where}: truncated: {info.size} bytes, and a row ends at {start + kept * width}"
+                ) from None
+            raise
         stored = np.frombuffer(part, np.uint8).reshape(kept, width)
         if self._check and digest_tokens(stored) != self._digests[index, 1 + nth]:
             raise ShardError(f"{where}: row {int(self.row[index])}: {name} are not what was captured")
