@@ -334,6 +334,6 @@ def test_a_job_file_is_planned_and_its_arena_fits_the_node(
     tokens = sum(lengths[:3])
     assert "4 = 3 usable + 1 skipped" in said
     assert f"of {tokens:,} tokens at {PUBLISHED[name].token_bytes:,} bytes each" in said
-    amount, unit = re.findall(r"^/dev/shm .*?\(([\d.]+) ([MG])iB\) for each", said, re.MULTILINE)[0]
+    amount, unit = re.findall(r"^/dev/shm .*?\(([\d.]+) ([MG])iB\) for ", said, re.MULTILINE)[0]
     planned = float(amount) * 2 ** {"M": 20, "G": 30}[unit]
     assert planned <= manifests.sizes(job, shape).arena

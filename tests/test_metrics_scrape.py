@@ -93,6 +93,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
             run={"max_failed_rows": 3},
         )
         seen = Scraped(work)
+        ray.shutdown()  # what another test left
         ray.init(address=cluster.address)
         [node] = ray.nodes()
         process = work.start()

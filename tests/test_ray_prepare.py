@@ -26,6 +26,7 @@ def nodes(ray_cluster):
     """A second node, and a driver that is connected."""
     added = clusters.add_node(ray_cluster, num_cpus=2)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    ray.shutdown()  # what another test left
     ray.init(address=ray_cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
     yield added
     ray.shutdown()
@@ -89,6 +90,7 @@ def test_one_node_prepares_as_it_is_told(ray_cluster, tmp_path, monkeypatch):
     for name in ("here", "cluster"):
         module = run if name == "here" else ray_prepare
         monkeypatch.setattr(module, name, lambda *_, name=name: opened.append(name))
+    ray.shutdown()  # what another test left
     ray.init(address=ray_cluster.address, log_to_driver=False)
     try:
         for processes in (None, "cluster", 1, 2):
