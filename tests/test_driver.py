@@ -307,14 +307,22 @@ def test_sigterm_commits_what_is_in_flight_and_the_run_goes_on_later(
     check_output(work)
 
 
+def at_work(
+    folder: Path, address: str, no_leftovers: Callable[[Work], list[int]]
+) -> tuple[Work, "subprocess.Popen[str]"]:
+    """A slow run that has captured a token."""
+    work = make_work(folder, make_rows(4), address, engine=paced(1))
+    process = work.start()
+    no_leftovers(work)
+    progress = folder / "out/progress.json"
+    until(lambda: progress.exists() and json.loads(progress.read_text())["tokens_captured"], "a token")
+    return work, process
+
+
 def test_second_sigterm_ends_at_once_and_leaves_nothing(
     tmp_path: Path, address: str, no_leftovers: Callable[[Work], list[int]]
 ) -> None:
-    work = make_work(tmp_path, make_rows(4), address, engine=paced(1))
-    process = work.start()
-    no_leftovers(work)
-    progress = tmp_path / "out/progress.json"
-    until(lambda: progress.exists() and json.loads(progress.read_text())["tokens_captured"], "a token")
+    work, process = at_work(tmp_path, address, no_leftovers)
     process.terminate()
     time.sleep(1)
     assert process.poll() is None
@@ -331,11 +339,7 @@ def test_ctrl_c_again_and_again_until_the_end_is_quiet_and_leaves_nothing(
     tmp_path: Path, address: str, no_leftovers: Callable[[Work], list[int]]
 ) -> None:
     """While it drains, stops its workers, and while Ray shuts down."""
-    work = make_work(tmp_path, make_rows(4), address, engine=paced(1))
-    process = work.start()
-    no_leftovers(work)
-    progress = tmp_path / "out/progress.json"
-    until(lambda: progress.exists() and json.loads(progress.read_text())["tokens_captured"], "a token")
+    _, process = at_work(tmp_path, address, no_leftovers)
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)

@@ -412,6 +412,21 @@ def test_manifests_are_numbered_and_never_overwritten() -> None:
     assert set(read_manifest(ledger.store).column("source").to_pylist()) == {"renamed"}
 
 
+def test_a_manifest_of_an_older_release_is_refused_and_followed_by_one_of_this() -> None:
+    ledger = claimed()
+    commit_all(ledger)
+    key, _ = put_manifest(ledger, ROWS, UNITS)
+    now = read_manifest(ledger.store)
+    before = now.drop_columns(["states_offset", "states_stride"])
+    sink = io.BytesIO()
+    pq.write_table(before.replace_schema_metadata({**now.schema.metadata, b"version": b"1"}), sink)
+    ledger.store.put(key, sink.getvalue(), create=False)
+    with pytest.raises(ShardError, match=r"version '1'; this release reads .* '2'; .*run the job again with this one"):
+        read_manifest(ledger.store)
+    assert put_manifest(ledger, ROWS, UNITS)[0] == "manifest-000001.parquet"
+    assert read_manifest(ledger.store).equals(now)
+
+
 def test_the_same_manifest_again_is_the_same_object() -> None:
     ledger = claimed()
     commit_all(ledger)
